@@ -1,0 +1,1 @@
+"""Surefoot post-trains language models and never loses the run."""

@@ -1,0 +1,278 @@
+"""The configuration: one strict YAML file per run.
+
+Every section is a frozen pydantic model that refuses unknown keys, wrong types and values out of range. `load_config`
+turns what is refused into one `ConfigError` that names each key's path, the value found, what was expected and the
+nearest valid key. Loading reads no model and no data, so it fails before anything heavy starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+
+from surefoot.errors import ConfigError
+
+
+def _number_from_text(value: Any) -> Any:
+    """YAML 1.1 reads `2e-5` as text, and quoted numbers are text by intention or by accident: both mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _finite(value: Any) -> Any:
+    value = _number_from_text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    return value
+
+
+def _whole_from_number(value: Any) -> Any:
+    """`10.0`, `1e3` and `"10"` mean a whole number; `10.5` does not."""
+    number = _number_from_text(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else value
+
+
+Real = Annotated[float, BeforeValidator(_finite)]
+PositiveReal = Annotated[float, BeforeValidator(_finite), Field(gt=0)]
+NonNegativeReal = Annotated[float, BeforeValidator(_finite), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(_finite), Field(ge=0, lt=1)]
+PositiveInt = Annotated[int, BeforeValidator(_whole_from_number), Field(gt=0)]
+NonNegativeInt = Annotated[int, BeforeValidator(_whole_from_number), Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict types, unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class AlgorithmConfig(Section):
+    """Base of an algorithm's own section. Its key in the file is the algorithm's name."""
+
+
+# -------------------------------------------------------------------------------------------------------- the engine
+
+
+class TokenizerConfig(Section):
+    """`name`: folder or hub name; default: the model's own. `chat_template`: default the tokenizer's own; else a path
+    to a Jinja file, or the Jinja text itself."""
+
+    name: str | None = None
+    chat_template: str | None = None
+
+
+class OptimizerConfig(Section):
+    """AdamW, decoupled weight decay on matrices only (biases and norms are not decayed)."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: PositiveReal = 1e-5
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    eps: PositiveReal = 1e-8
+    weight_decay: NonNegativeReal = 0.0
+
+
+class SchedulerConfig(Section):
+    """The learning rate as a function of the optimizer steps done: linear warm-up, then `name`.
+
+    `decay_steps`: optimizer steps at which the decay ends; default: all that the run is to do. `min_lr_ratio`: where
+    the decay ends, as a share of the full rate.
+    """
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None
+    min_lr_ratio: Annotated[float, BeforeValidator(_finite), Field(ge=0, le=1)] = 0.0
+
+
+class EngineConfig(Section):
+    """A model, how it is run and how it is trained.
+
+    Exactly one of `model_name` (a local folder or a hub name) and `model_init` (a Transformers configuration with its
+    `model_type`, for random weights drawn from the run's seed) is given.
+    """
+
+    model_name: str | None = None
+    model_init: dict[str, Any] | None = None
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    train_global_batch_size: PositiveInt = 32
+    train_micro_batch_size: PositiveInt = 4
+    max_total_sequence_length: PositiveInt = 512
+    precision: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    max_grad_norm: PositiveReal | None = 1.0
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    num_threads: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _one_model_and_whole_batches(self) -> EngineConfig:
+        if (self.model_name is None) == (self.model_init is None):
+            found = "neither" if self.model_name is None else "both"
+            raise ValueError(f"expected exactly one of model_name and model_init, found {found}")
+        if self.model_init is not None and "model_type" not in self.model_init:
+            raise ValueError("model_init needs model_type (such as llama)")
+        if self.model_init is not None and self.tokenizer.name is None:
+            raise ValueError("a model made from model_init needs tokenizer.name: there is no model to take one from")
+        if self.train_global_batch_size % self.train_micro_batch_size:
+            raise ValueError(
+                f"train_global_batch_size ({self.train_global_batch_size}) must be a multiple of "
+                f"train_micro_batch_size ({self.train_micro_batch_size})"
+            )
+        return self
+
+
+# ---------------------------------------------------------------------------------------------------------- the data
+
+
+class DatasetConfig(Section):
+    """One data set.
+
+    Attributes:
+        path: a .jsonl, .json or .parquet file, a folder that `datasets` saved, or a hub name.
+        split: for folders with several splits and for hub names.
+        format: by the file's ending unless said.
+        columns: our name -> the file's name, for example {prompt: question, completion: answer}.
+        max_rows: the first rows only.
+        on_bad_row: "error" stops before training and lists the rows; "skip" leaves them out and counts them.
+    """
+
+    path: str
+    split: str | None = None
+    format: Literal["auto", "jsonl", "json", "parquet", "folder", "hub"] = "auto"
+    columns: dict[str, str] = {}
+    max_rows: PositiveInt | None = None
+    on_bad_row: Literal["error", "skip"] = "error"
+
+
+class DataConfig(Section):
+    """The training set, the validation sets by name, and how rows become tokens.
+
+    Attributes:
+        train_on: which assistant turns carry loss: all, or the last.
+        prompt_format: how string `prompt` + `completion` rows are rendered: "chat" as a user and an assistant turn of
+            the chat template, "plain" joined as they stand with an end-of-sequence token, "auto" chat where the
+            tokenizer has a template.
+        system_prompt: put before each chat that has no system turn.
+        fold_system: put the system turn's text at the start of the first user turn, for templates that refuse it.
+        shuffle: a new order each epoch, a function of (seed, epoch); else file order.
+        drop_last: drop an epoch's last short batch instead of training it.
+        num_workers: tokenizing processes; 0: this one. The result does not depend on it.
+    """
+
+    train: DatasetConfig
+    validation: dict[str, DatasetConfig] = {}
+    train_on: Literal["all_assistant", "last_assistant"] = "all_assistant"
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    system_prompt: str | None = None
+    fold_system: bool = False
+    shuffle: bool = True
+    drop_last: bool = False
+    num_workers: NonNegativeInt = 0
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints, views
+
+
+class CheckpointingConfig(Section):
+    """When to save and what to keep. A checkpoint survives if any rule keeps it.
+
+    Attributes:
+        checkpoint_dir: default `<run_dir>/checkpoints`.
+        save_period: save at steps divisible by it; these are kept, all of them or the best `keep_top_k`.
+        keep_top_k: by `metric_name`, or the newest where none is named; `None` keeps all.
+        metric_name: `train:<m>`, `val:<m>` or `val:<set>/<m>`.
+        ft_save_period: further saves in between for fault tolerance, of which the newest `ft_keep_latest_k` stay.
+        checkpoint_must_save_by: DD:HH:MM:SS from the process's start; saves and stops in time.
+        save_optimizer: without it a checkpoint can be loaded but not resumed.
+        is_async: write in the background.
+        rescue_dir: where to save the live state, synchronously, when a background save has failed.
+    """
+
+    enabled: bool = True
+    checkpoint_dir: str | None = None
+    save_period: PositiveInt = 100
+    keep_top_k: PositiveInt | None = None
+    metric_name: str | None = None
+    higher_is_better: bool = False
+    ft_save_period: PositiveInt | None = None
+    ft_keep_latest_k: PositiveInt = 1
+    checkpoint_must_save_by: str | None = None
+    save_optimizer: bool = True
+    is_async: bool = True
+    rescue_dir: str | None = None
+
+    @model_validator(mode="after")
+    def _names_and_times(self) -> CheckpointingConfig:
+        if self.metric_name is not None and not re.fullmatch(r"(train|val):\S+", self.metric_name):
+            raise ValueError(
+                f"metric_name: expected train:<metric>, val:<metric> or val:<set>/<metric>, found {self.metric_name!r}"
+            )
+        if self.checkpoint_must_save_by is not None:
+            parse_duration_s(self.checkpoint_must_save_by)
+        return self
+
+
+def parse_duration_s(text: str) -> int:
+    """Seconds in "DD:HH:MM:SS".
+
+    >>> parse_duration_s("00:03:30:00")
+    12600
+
+    Raises:
+        ValueError: the text has another form, or a part is out of range.
+    """
+    match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", text)
+    days, hours, minutes, seconds = (int(part) for part in match.groups()) if match else (0, 99, 0, 0)
+    if hours > 23 or minutes > 59 or seconds > 59:
+        raise ValueError(f"checkpoint_must_save_by: expected DD:HH:MM:SS, such as 00:03:45:00, found {text!r}")
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+class LoggerConfig(Section):
+    """Where metrics go besides `<run_dir>/metrics.jsonl`, which is always written.
+
+    Attributes:
+        progress: "auto" draws a live view on a terminal and prints plain lines elsewhere.
+        log_period: steps between plain lines.
+    """
+
+    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    log_period: PositiveInt = 1
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "surefoot"
+    wandb_mode: Literal["online", "offline"] = "online"
+
+
+# ------------------------------------------------------------------------------------------------------- the whole run
+
+
+class RunConfig(Section):
+    """A whole run. The algorithm's own section, named by the algorithm, is added by `load_config`."""
+
+    algorithm: str
+    run_dir: str
+    seed: NonNegativeInt = 42
+    max_num_steps: PositiveInt | None = None
+    max_num_epochs: PositiveInt | None = None
+    val_period: NonNegativeInt = 0
+    val_at_start: bool = False
+    val_at_end: bool = False
+    policy: EngineConfig
+    data: DataConfig
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()

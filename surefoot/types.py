@@ -1,0 +1,619 @@
+"""The records that travel and the protocols that parts keep. Imports nothing internal but the errors.
+
+Read this file first: the loop (`loop.py`) is written against it alone, and so is every algorithm.
+
+Shapes are written as [rows, tokens, ...]. A *row* is one token sequence; a *group* is the rows that must stay together
+(the two sides of a preference pair, the completions of one prompt). Rows of one group lie next to each other.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# One entry per row. `Tensor` [rows]: one number per row. `list[Tensor]`: one tensor per row, its first dimension the
+# row's own tokens, never padded. `list[str]`: text. Padding exists only inside an engine.
+Column: TypeAlias = "Tensor | list[Tensor] | list[str]"
+Columns: TypeAlias = "Mapping[str, Column]"
+Poll: TypeAlias = Callable[[], None]
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One measured number and how it reduces over micro-batches, optimizer steps and ranks.
+
+    `mean` is weighted by `weight` (tokens, rows, groups: whatever the mean is taken over); `last` keeps the newest.
+
+    >>> merge_metrics([{"loss": Metric(2.0, weight=3)}, {"loss": Metric(6.0, weight=1)}])["loss"].value
+    3.0
+    """
+
+    value: float
+    weight: float = 1.0
+    reduce: Literal["mean", "sum", "max", "min", "last"] = "mean"
+
+
+Metrics: TypeAlias = Mapping[str, Metric]
+
+
+def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
+    """Reduce several measurements into one, each metric by its own rule. The order of first appearance is kept.
+
+    Raises:
+        ValueError: one name comes with two reductions.
+    """
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = _reduce(name, merged[name], metric) if name in merged else metric
+    return merged
+
+
+def _reduce(name: str, a: Metric, b: Metric) -> Metric:
+    if a.reduce != b.reduce:
+        raise ValueError(f"metric {name!r} reduces as {a.reduce} in one place and as {b.reduce} in another")
+    if a.reduce == "last":
+        return b
+    if a.reduce == "mean":
+        weight = a.weight + b.weight
+        value = (a.value * a.weight + b.value * b.weight) / weight if weight else 0.0
+        return Metric(value, weight, "mean")
+    if math.isnan(a.value) or math.isnan(b.value):  # max() and min() would lose a NaN, depending on the order
+        return Metric(math.nan, a.weight + b.weight, a.reduce)
+    value = {"sum": a.value + b.value, "max": max(a.value, b.value), "min": min(a.value, b.value)}[a.reduce]
+    return Metric(value, a.weight + b.weight, a.reduce)
+
+
+# ------------------------------------------------------------------------------------------------- checkpointed parts
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """One checkpoint being written. Whatever passes through it is hashed from memory, synced and put in the manifest.
+
+    Paths are relative, with forward slashes, inside the part's own folder.
+    """
+
+    def json(self, path: str, value: Any) -> None: ...
+
+    def bytes(self, path: str, data: bytes) -> None: ...
+
+    def tensors(self, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+        """Write a safetensors file. Raises `NonFiniteError`, naming the tensor, when a value is NaN or infinite."""
+        ...
+
+    def stream(self, path: str) -> AbstractContextManager[BinaryIO]: ...
+
+    def local(self, path: str) -> Path:
+        """Where a third party may write a file itself, to be taken in with `adopt`. Parent folders are made."""
+        ...
+
+    def adopt(self, path: str) -> None:
+        """Take in a file that a third party wrote at `local(path)`: hash it, sync it, list it."""
+        ...
+
+    def under(self, folder: str) -> Sink: ...
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """One verified checkpoint. Hashes are checked as files are read; a mismatch raises `CorruptCheckpoint`."""
+
+    def json(self, path: str) -> Any: ...
+
+    def bytes(self, path: str) -> bytes: ...
+
+    def tensors(self, path: str) -> dict[str, Tensor]: ...
+
+    def files(self) -> tuple[str, ...]:
+        """Every file below this reader's folder, sorted, relative to it."""
+        ...
+
+    def local(self, path: str = "") -> Path:
+        """A file or folder on the local disk whose hashes have been checked."""
+        ...
+
+    def under(self, folder: str) -> Reader: ...
+
+
+Writer: TypeAlias = Callable[[Sink], None]
+
+
+class Saveable(Protocol):
+    """A part of the run's state. All parts settle before any is captured."""
+
+    def settle(self) -> None:
+        """Finish what is in flight, so that `snapshot` sees a state that a resumed run can continue exactly."""
+        ...
+
+    def snapshot(self) -> Writer:
+        """Capture the state now, cheaply. The writer returned runs in the background, once, with a sink of the part's
+        own folder, and must not look at live state."""
+        ...
+
+    def restore(self, reader: Reader) -> None: ...
+
+
+class Stager(Protocol):
+    """Where tensors are captured so that training may go on while they are written."""
+
+    def warm(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocate and prefault room for these tensors, before the first step."""
+        ...
+
+    def capture(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copy the tensors now. Valid until the next `capture`. Raises `RuntimeError` inside a `draining` block."""
+        ...
+
+    def draining(self) -> AbstractContextManager[None]:
+        """Held by the writer while it reads what was captured."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEvent:
+    """What the checkpoint manager tells the reports. May come from the background thread."""
+
+    kind: Literal["writing", "finished", "failed", "pruned", "warning"]
+    step: int
+    path: str
+    seconds: float = 0.0
+    num_bytes: int = 0
+    message: str = ""
+
+
+# ---------------------------------------------------------------------------------------------------- data in motion
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRef:
+    """The receipt for rows that lie in a `DataPlane`. Stages add columns; nothing else changes.
+
+    Attributes:
+        ids: "<group>_g<i>", minted once, when the row is born.
+        groups: identity of each row's group, never its text; "e<epoch>_d<draw>" for dataset rows.
+        lengths: tokens of each row.
+        versions: weight version each row was sampled with; 0 for dataset rows.
+        fields: names of the columns present for all rows.
+    """
+
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    lengths: tuple[int, ...]
+    versions: tuple[int, ...]
+    fields: frozenset[str]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def with_fields(self, names: Iterable[str]) -> BatchRef:
+        return BatchRef(self.ids, self.groups, self.lengths, self.versions, self.fields | frozenset(names))
+
+    def rows(self, start: int, stop: int) -> BatchRef:
+        cut = slice(start, stop)
+        return BatchRef(self.ids[cut], self.groups[cut], self.lengths[cut], self.versions[cut], self.fields)
+
+
+class DataPlane(Saveable, Protocol):
+    """Holds the columns. In memory by default."""
+
+    def put(self, ref: BatchRef, columns: Columns) -> BatchRef:
+        """Store one entry per row of `ref` in every column. Returns the receipt with the new names.
+
+        Raises:
+            ValueError: a column has another number of rows than `ref`.
+        """
+        ...
+
+    def get(self, ref: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
+        """The named columns of these rows, in the receipt's order.
+
+        Raises:
+            KeyError: a column is missing for a row; names both.
+        """
+        ...
+
+    def drop(self, ref: BatchRef) -> None: ...
+
+
+@dataclass
+class Clock:
+    """How far the run is. A `Saveable`, written as one small JSON file.
+
+    Attributes:
+        step: turns of the loop done.
+        version: version of the weights last published; counts steps.
+        epoch: passes over the training data begun, from 0.
+        rows, tokens: trained so far, in total.
+        validated: the last step whose validation is done; -1 before the first.
+    """
+
+    step: int = 0
+    version: int = 0
+    epoch: int = 0
+    rows: int = 0
+    tokens: int = 0
+    validated: int = -1
+
+    def advance(self, batch: BatchRef, epoch: int) -> None:
+        self.step += 1
+        self.version = self.step
+        self.epoch = epoch
+        self.rows += len(batch)
+        self.tokens += sum(batch.lengths)
+
+    def settle(self) -> None:
+        pass
+
+    def snapshot(self) -> Writer:
+        state = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return lambda sink: sink.json("clock.json", state)
+
+    def restore(self, reader: Reader) -> None:
+        for name, value in reader.json("clock.json").items():
+            setattr(self, name, int(value))
+
+
+class Source(Saveable, Protocol):
+    """Where batches come from: dataset rows, or finished rollouts. All randomness is a function of the seed and the
+    position, so the state to save is small."""
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data begun, from 0, at the last row handed out."""
+        ...
+
+    @property
+    def exhausted(self) -> str:
+        """Why `take` returned `None`, in words, with counts."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps that one pass over the data gives; `None` where it cannot be known."""
+        ...
+
+    def take(self, clock: Clock, poll: Poll) -> BatchRef | None:
+        """The next step's rows, or `None` when there are no more. A wait calls `poll` often; when `poll` raises, the
+        position stays where it was."""
+        ...
+
+    def retire(self, ref: BatchRef, live: Future[int]) -> None:
+        """The rows are trained: drop them. `live` yields the weight version that the generators now run."""
+        ...
+
+    def close(self) -> None:
+        """End what the source started. Safe to call twice."""
+        ...
+
+
+# ----------------------------------------------------------------------------------------------------------- engines
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the model is to put out for each row.
+
+    Token outputs are aligned with the row's tokens: `logprobs[r, t]` is log p(token t | tokens < t), and entry 0, which
+    nothing predicts, is 0.
+
+    Attributes:
+        outputs: any of "logprobs", "entropy", "topk", "logits", "scalar". "topk" gives `topk_ids` and `topk_logprobs`
+            [rows, tokens, k]; "logits" [rows, tokens, vocabulary]; "scalar" needs a model with one label and gives one
+            number per token.
+        temperature: logits are divided by it.
+        k: for "topk".
+        inputs: name of the column of token ids to read.
+    """
+
+    outputs: tuple[str, ...] = ("logprobs",)
+    temperature: float = 1.0
+    k: int = 0
+    inputs: str = "input_ids"
+
+
+class Loss(Protocol):
+    """A pure function from a model's outputs and the rows' columns to a number to minimise.
+
+    Reductions divide by `norm`, which is `counts` summed over **all rows of one optimizer step**, so the gradient does
+    not depend on how the rows were split, padded or packed. Columns come as tensors, token columns padded with zeros
+    on the right to [rows, tokens, ...].
+
+    Attributes:
+        fields: names of the columns read.
+    """
+
+    @property
+    def fields(self) -> tuple[str, ...]: ...
+
+    def counts(self, columns: Mapping[str, Tensor]) -> dict[str, float]: ...
+
+    def __call__(
+        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], *, norm: Mapping[str, float]
+    ) -> tuple[Tensor, Metrics]: ...
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One thing to train (or to measure): which engine, on what outputs, by which loss, how often.
+
+    Attributes:
+        epochs: passes over the step's rows.
+        minibatch_rows: rows of one optimizer step; `None`: all rows of the step.
+    """
+
+    engine: str
+    head: Head
+    loss: Loss
+    epochs: int = 1
+    minibatch_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine that an algorithm needs.
+
+    Attributes:
+        kind: "causal_lm", or "scalar" for one number per token (reward and value models).
+        trained: a frozen engine has no optimizer and is not captured; its fingerprint is.
+    """
+
+    kind: Literal["causal_lm", "scalar"] = "causal_lm"
+    trained: bool = True
+
+
+class Engine(Saveable, Protocol):
+    """A model, and its optimizer if it is trained. Splits rows by group into micro-batches, pads them, runs them."""
+
+    def infer(self, ref: BatchRef, head: Head, into: Mapping[str, str]) -> BatchRef:
+        """Run the model without gradients and store its outputs as columns; `into` maps output to column name."""
+        ...
+
+    def train(self, ref: BatchRef, objective: Objective) -> Metrics:
+        """One or several optimizer steps on these rows. Adds `grad_norm`, `lr` and `optimizer_steps` to the loss's
+        own metrics.
+
+        Raises:
+            NonFiniteError: a loss or a gradient norm is NaN or infinite; the weights are as before that optimizer step.
+        """
+        ...
+
+    def evaluate(self, ref: BatchRef, objective: Objective) -> Metrics:
+        """The loss's metrics without gradients."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The live weights by their names in the checkpoint's Hugging Face folder, tied ones once."""
+        ...
+
+    def assign(self, weights: Mapping[str, Tensor]) -> None: ...
+
+
+# -------------------------------------------------------------------------------------------------------- generation
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Sampled tokens, the log-prob of each under the distribution it was drawn from, and the weights that drew it."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+    version: int
+
+
+class Generator(Protocol):
+    """Token ids in, token ids out. The sample's randomness follows from (seed, group, index) alone."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, seed: int, group: str, index: int, sampling: Sampling, session: str | None
+    ) -> Completion: ...
+
+    def assign(self, weights: Mapping[str, Tensor], version: int) -> None: ...
+
+
+class WeightSync(Protocol):
+    """Carries weights from the engine that trains to the generators."""
+
+    def publish(self, weights: Callable[[], Mapping[str, Tensor]], version: int) -> Future[int]:
+        """Start the transfer; the future yields the version that the generators run when it is done."""
+        ...
+
+
+# -------------------------------------------------------------------------------------------------------- algorithms
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What `build` hands an algorithm.
+
+    Attributes:
+        config: the whole run's configuration, a `surefoot.config.RunConfig`.
+        tokenizer: a Hugging Face tokenizer.
+        train_data: the prepared training set, a `surefoot.data.Dataset`; likewise `validation_data` by set name.
+        engines: by the names that `Algorithm.engines` asked for.
+    """
+
+    config: Any
+    tokenizer: Any
+    train_data: Any
+    validation_data: Mapping[str, Any]
+    engines: Mapping[str, Engine]
+    plane: DataPlane
+    generator: Generator | None = None
+    rewards: tuple[Any, ...] = ()
+
+
+class Algorithm(ABC):
+    """A training method: the engines it needs, the source of its rows, the columns it adds, what it minimises.
+
+    A new algorithm is one file with one subclass. Only `objectives` and `source` must be written; the rest does nothing
+    until overridden. Running state (an adaptive coefficient, a shift) is changed in `observe` alone and saved through
+    `snapshot` and `restore`.
+    """
+
+    Config: ClassVar[type]
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def engines(self) -> Mapping[str, EngineSpec]:
+        return {"policy": EngineSpec()}
+
+    @abstractmethod
+    def source(self, kit: Kit) -> Source: ...
+
+    @abstractmethod
+    def objectives(self, clock: Clock) -> Sequence[Objective]: ...
+
+    def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:
+        """Add columns: reference log-probs, advantages, teacher top-k."""
+        return ref
+
+    def observe(self, metrics: Metrics, kit: Kit) -> None:
+        """Update running state from the step's metrics."""
+
+    def evaluate(self, kit: Kit, poll: Poll) -> Metrics:
+        """Measure on the validation sets: "<metric>" over all sets, "<set>/<metric>" for each. Calls `poll` often."""
+        return {}
+
+    def settle(self) -> None:
+        pass
+
+    def snapshot(self) -> Writer:
+        return lambda sink: None
+
+    def restore(self, reader: Reader) -> None:
+        pass
+
+
+# --------------------------------------------------------------------------------------------------------- the run
+
+
+class Checkpoints(Protocol):
+    """What the loop needs of the checkpoint manager."""
+
+    @property
+    def save_lock(self) -> Any: ...
+
+    def raise_if_finalization_failed(self) -> None: ...
+
+    def offer(self, step: int, training_info: Mapping[str, Any], parts: Mapping[str, Saveable], final: bool) -> float:
+        """Save if the policy says that this step is due, or if `final` and this step is not saved yet. Waits for the
+        save before, settles and captures all parts, and returns while they are written in the background.
+
+        Returns:
+            Seconds that training was held up.
+        """
+        ...
+
+    def rescue(self, step: int, training_info: Mapping[str, Any], parts: Mapping[str, Saveable]) -> Path | None:
+        """Save synchronously under `rescue_dir`. `None` when no such directory is configured."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+class Report(Saveable, Protocol):
+    """Live progress, metrics.jsonl and the other views, fed from one place."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times a part of the step under this name."""
+        ...
+
+    def step(self, clock: Clock, metrics: Metrics) -> None: ...
+
+    def validation(self, clock: Clock, metrics: Metrics) -> None: ...
+
+    def training_info(self, clock: Clock) -> dict[str, Any]:
+        """step, epoch, consumed_samples, consumed_tokens, and this step's metrics as "train:<m>" and "val:<m>"."""
+        ...
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Stop(Protocol):
+    """Signals and the deadline."""
+
+    def check(self) -> None:
+        """Raises `StopRequested` once a signal has come. Never waits."""
+        ...
+
+    def check_deadline(self) -> None:
+        """Raises `StopRequested` when the next step and its save might not end before the deadline."""
+        ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop and when to validate, in steps and epochs; `None` means no limit, 0 for `val_period` never."""
+
+    max_num_steps: int | None = None
+    max_num_epochs: int | None = None
+    val_period: int = 0
+    val_at_start: bool = False
+    val_at_end: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything the loop turns over. Made by `build`, and only there."""
+
+    algorithm: Algorithm
+    kit: Kit
+    source: Source
+    sync: WeightSync
+    checkpoints: Checkpoints
+    report: Report
+    stop: Stop
+    limits: Limits
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def parts(self) -> dict[str, Saveable]:
+        """What a checkpoint holds, by folder name. Metrics are synced first: they are part of what is committed."""
+        from_engines = {n: self.kit.engines[n] for n, spec in self.algorithm.engines().items() if spec.trained}
+        return {
+            "report": self.report,
+            "clock": self.clock,
+            "algorithm": self.algorithm,
+            "source": self.source,
+            "plane": self.kit.plane,
+            **from_engines,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    reason: str
+    exit_code: int
