@@ -7,18 +7,11 @@ nearest valid key. Loading reads no model and no data, so it fails before anythi
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import math
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
-
-from surefoot.errors import ConfigError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def _number_from_text(value: Any) -> Any:

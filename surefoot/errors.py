@@ -29,6 +29,10 @@ class NonFiniteError(SurefootError):
     """A loss, a gradient norm or a weight is NaN or infinite. Nothing was updated with it, nothing is saved from it."""
 
 
+class NothingTrained(SurefootError):
+    """A run ended by itself without one training step. Zero steps are never a success."""
+
+
 class CheckpointError(SurefootError):
     """A checkpoint or a checkpoint directory cannot be used as asked."""
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -277,7 +277,7 @@ class Source(Saveable, Protocol):
 
     @property
     def exhausted(self) -> str:
-        """Why `take` returned `None`, in words, with counts."""
+        """Why there are no more rows, in words, with counts; empty as long as there may be some."""
         ...
 
     @property
@@ -510,110 +510,3 @@ class Algorithm(ABC):
 
     def restore(self, reader: Reader) -> None:
         pass
-
-
-# --------------------------------------------------------------------------------------------------------- the run
-
-
-class Checkpoints(Protocol):
-    """What the loop needs of the checkpoint manager."""
-
-    @property
-    def save_lock(self) -> Any: ...
-
-    def raise_if_finalization_failed(self) -> None: ...
-
-    def offer(self, step: int, training_info: Mapping[str, Any], parts: Mapping[str, Saveable], final: bool) -> float:
-        """Save if the policy says that this step is due, or if `final` and this step is not saved yet. Waits for the
-        save before, settles and captures all parts, and returns while they are written in the background.
-
-        Returns:
-            Seconds that training was held up.
-        """
-        ...
-
-    def rescue(self, step: int, training_info: Mapping[str, Any], parts: Mapping[str, Saveable]) -> Path | None:
-        """Save synchronously under `rescue_dir`. `None` when no such directory is configured."""
-        ...
-
-    def shutdown(self) -> None: ...
-
-
-class Report(Saveable, Protocol):
-    """Live progress, metrics.jsonl and the other views, fed from one place."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Times a part of the step under this name."""
-        ...
-
-    def step(self, clock: Clock, metrics: Metrics) -> None: ...
-
-    def validation(self, clock: Clock, metrics: Metrics) -> None: ...
-
-    def training_info(self, clock: Clock) -> dict[str, Any]:
-        """step, epoch, consumed_samples, consumed_tokens, and this step's metrics as "train:<m>" and "val:<m>"."""
-        ...
-
-    def message(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Stop(Protocol):
-    """Signals and the deadline."""
-
-    def check(self) -> None:
-        """Raises `StopRequested` once a signal has come. Never waits."""
-        ...
-
-    def check_deadline(self) -> None:
-        """Raises `StopRequested` when the next step and its save might not end before the deadline."""
-        ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When to stop and when to validate, in steps and epochs; `None` means no limit, 0 for `val_period` never."""
-
-    max_num_steps: int | None = None
-    max_num_epochs: int | None = None
-    val_period: int = 0
-    val_at_start: bool = False
-    val_at_end: bool = False
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything the loop turns over. Made by `build`, and only there."""
-
-    algorithm: Algorithm
-    kit: Kit
-    source: Source
-    sync: WeightSync
-    checkpoints: Checkpoints
-    report: Report
-    stop: Stop
-    limits: Limits
-    clock: Clock = field(default_factory=Clock)
-
-    @property
-    def parts(self) -> dict[str, Saveable]:
-        """What a checkpoint holds, by folder name. Metrics are synced first: they are part of what is committed."""
-        from_engines = {n: self.kit.engines[n] for n, spec in self.algorithm.engines().items() if spec.trained}
-        return {
-            "report": self.report,
-            "clock": self.clock,
-            "algorithm": self.algorithm,
-            "source": self.source,
-            "plane": self.kit.plane,
-            **from_engines,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended."""
-
-    steps: int
-    reason: str
-    exit_code: int

@@ -1,0 +1,67 @@
+"""Supervised fine-tuning: minimise the negative log-likelihood of the trained tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from surefoot.config import AlgorithmConfig, PositiveInt, RunConfig
+from surefoot.data.source import DatasetSource, iterate
+from surefoot.losses.supervised import NLL
+from surefoot.types import Algorithm, Clock, Head, Kit, Metric, Metrics, Objective, Poll, Source, merge_metrics
+
+
+class SFTConfig(AlgorithmConfig):
+    """`val_batch_size`: rows of one validation batch; it changes speed and memory, never the result."""
+
+    val_batch_size: PositiveInt = 32
+
+
+class SFT(Algorithm):
+    """The whole method. Rows come from the data set, nothing is added to them, one loss is minimised."""
+
+    Config = SFTConfig
+    config: SFTConfig
+
+    def source(self, kit: Kit) -> Source:
+        run: RunConfig = kit.config
+        return DatasetSource(
+            kit.train_data,
+            kit.plane,
+            seed=run.seed,
+            rows_per_step=run.policy.train_global_batch_size,
+            max_epochs=run.max_num_epochs,
+            shuffle=run.data.shuffle,
+            drop_last=run.data.drop_last,
+        )
+
+    def objectives(self, clock: Clock) -> Sequence[Objective]:
+        return [Objective("policy", Head(("logprobs",)), NLL())]
+
+    def evaluate(self, kit: Kit, poll: Poll) -> Metrics:
+        """Loss (per trained token) and perplexity, on each set and over all of them."""
+        (objective,) = self.objectives(Clock())
+        by_set: dict[str, dict[str, Metric]] = {}
+        for name, dataset in kit.validation_data.items():
+            batches = []
+            for batch in iterate(dataset, kit.plane, self.config.val_batch_size):
+                poll()
+                batches.append(kit.engines["policy"].evaluate(batch, objective))
+            by_set[name] = merge_metrics(batches)
+        measured = {f"{name}/{key}": metric for name, metrics in by_set.items() for key, metric in metrics.items()}
+        measured |= merge_metrics(by_set.values())
+        return measured | _perplexities(measured)
+
+
+def _perplexities(metrics: Metrics) -> dict[str, Metric]:
+    """exp of every mean loss; taken after the reduction, since it does not average."""
+    return {
+        name.removesuffix("loss") + "perplexity": Metric(_exp(metric.value), metric.weight, "last")
+        for name, metric in metrics.items()
+        if name.rpartition("/")[2] == "loss"
+    }
+
+
+def _exp(loss: float) -> float:
+    """A loss above 700 nats has a perplexity beyond a float's range."""
+    return math.exp(loss) if loss < 700 else math.inf

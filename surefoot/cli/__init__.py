@@ -1,0 +1,39 @@
+"""The command line. Each command imports what it needs when it runs, so that `surefoot --help` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from surefoot import stop  # imported first: it notes when the process started
+from surefoot.cli import config, run
+from surefoot.errors import SurefootError
+
+# TorchInductor, tokenizers and OpenMP read these when they start.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+app = typer.Typer(
+    name="surefoot",
+    help="Post-trains language models and never loses the run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(run.train)
+app.command("resume")(run.resume)
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Entry point. An error raised on purpose is printed without a traceback."""
+    assert stop.PROCESS_STARTED_S > 0
+    try:
+        app()
+    except SurefootError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.secho("interrupted before the run began; nothing was written", fg="red", err=True)
+        sys.exit(130)
