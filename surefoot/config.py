@@ -269,3 +269,17 @@ class RunConfig(Section):
     data: DataConfig
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
+
+    @model_validator(mode="after")
+    def _ends_and_measures(self) -> RunConfig:
+        if self.max_num_steps is None and self.max_num_epochs is None:
+            raise ValueError("nothing says when the run ends: give max_num_steps, max_num_epochs, or both")
+        metric = self.checkpointing.metric_name or ""
+        measures = self.val_period or self.val_at_start or self.val_at_end or metric.startswith("val:")
+        if measures and not self.data.validation:
+            raise ValueError("val_period, val_at_start, val_at_end and metric_name val:… need a set in data.validation")
+        named, slash, _ = metric.removeprefix("val:").partition("/")
+        if metric.startswith("val:") and slash and named not in self.data.validation:
+            sets = ", ".join(self.data.validation)
+            raise ValueError(f"checkpointing.metric_name: there is no validation set {named!r}, only {sets}")
+        return self

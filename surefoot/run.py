@@ -67,10 +67,10 @@ class Stop(AbstractContextManager[Any], Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop and when to validate, in steps and epochs; `None` means no limit, 0 for `val_period` never."""
+    """When to stop and when to validate, in steps. `max_num_steps` `None`: when the source is exhausted; `val_period`
+    0: never."""
 
     max_num_steps: int | None = None
-    max_num_epochs: int | None = None
     val_period: int = 0
     val_at_start: bool = False
     val_at_end: bool = False

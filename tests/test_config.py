@@ -14,6 +14,7 @@ from surefoot.errors import ConfigError
 MINIMAL: dict[str, Any] = {
     "algorithm": "sft",
     "run_dir": "run",
+    "max_num_steps": 5,
     "policy": {"model_name": "some/model"},
     "data": {"train": {"path": "train.jsonl"}},
 }
@@ -72,8 +73,8 @@ def test_a_whole_number_in_any_spelling(text: str) -> None:
         ("policy.optimizer.lr=-1", "-1"),
         ("policy.optimizer.lr=0", "0"),
         ("policy.optimizer.lr=.nan", "nan"),
-        ("policy.optimizer.lr=nan", "nan"),
-        ("policy.optimizer.lr=inf", "inf"),
+        ("policy.optimizer.lr=nan", "'nan' (text)"),
+        ("policy.optimizer.lr=inf", "'inf' (text)"),
         ("policy.optimizer.lr=fast", "'fast' (text)"),
         ("policy.optimizer.lr=true", "True (true/false)"),
         ("policy.optimizer.lr=[1]", "[1] (a list)"),
@@ -199,6 +200,23 @@ def test_durations(text: str, seconds: int) -> None:
 @pytest.mark.parametrize("text", ["3:30", "00:24:00:00", "00:00:60:00", "00:00:00:60", "1h", "-1:00:00:00"])
 def test_malformed_durations(text: str) -> None:
     assert "DD:HH:MM:SS" in refused(f"checkpointing.checkpoint_must_save_by='{text}'")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("max_num_steps=null", "nothing says when the run ends"),
+        ("val_period=2", "need a set in data.validation"),
+        ("checkpointing.metric_name='val:loss'", "need a set in data.validation"),
+    ],
+)
+def test_keys_that_need_each_other(override: str, expected: str) -> None:
+    assert expected in refused(override)
+
+
+def test_a_metric_of_a_set_that_does_not_exist() -> None:
+    message = refused("data.validation.v.path=x", "checkpointing.metric_name='val:w/loss'", "val_period=1")
+    assert "no validation set 'w', only v" in message
 
 
 @pytest.mark.parametrize("name", ["loss", "test:loss", "val:", "train: loss"])

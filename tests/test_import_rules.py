@@ -27,11 +27,12 @@ ALLOWED: dict[str, set[str]] = {
     "run": {"types"},
     "loop": {"run", "types", "errors"},
     "stop": RECORDS,
+    "run_dir": EVERYONE,
     "losses": RECORDS,
     **dict.fromkeys(SERVICES, PARSED),
     "algorithms": {"losses", "advantages", "alignment", *SERVICES, "rollout"} | PARSED,
 }
-ANYTHING = {"build", "cli", "demo"}
+ANYTHING = {"build", "fingerprints", "cli", "demo", "__main__"}
 
 
 def part_of(path: Path) -> str:

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from surefoot import stop  # imported first: it notes when the process started
-from surefoot.cli import config, run
+from surefoot.cli import ckpt, config, data, demo, model, run
 from surefoot.errors import SurefootError
 
 # TorchInductor, tokenizers and OpenMP read these when they start.
@@ -23,7 +23,11 @@ app = typer.Typer(
 )
 app.command("train")(run.train)
 app.command("resume")(run.resume)
+app.command("demo")(demo.demo)
+app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(config.app, name="config")
+app.add_typer(data.app, name="data")
+app.add_typer(model.app, name="model")
 
 
 def main() -> None:

@@ -1,0 +1,273 @@
+"""From a configuration to a `Run`. The only wiring: every part meets every other one here, and nowhere else.
+
+The order is that of cost: folders, then data, then models. Whatever is wrong shows before anything heavy starts, and a
+start that fails leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from rich.console import Console
+
+from surefoot import run_dir as folders
+from surefoot.checkpoint import Arena, CheckpointManager, ResumePoint, check_fingerprints
+from surefoot.checkpoint.storage import write_small_file
+from surefoot.config import RunConfig, parse_duration_s
+from surefoot.config_file import (
+    algorithm_config,
+    config_as_yaml,
+    config_changes,
+    load_algorithm,
+    load_config,
+    parse_config,
+)
+from surefoot.data.prepare import Dataset, prepare
+from surefoot.data_plane.memory import MemoryPlane
+from surefoot.engine import models
+from surefoot.engine.local import LocalEngine
+from surefoot.errors import ResumeRefused
+from surefoot.fingerprints import fingerprints
+from surefoot.report import RunReport, configure_logging
+from surefoot.report.preparing import preparing
+from surefoot.run import Limits, Run
+from surefoot.stop import StopWatch
+from surefoot.types import Engine, Kit, SaveEvent, Source
+from surefoot.weight_sync.local import LocalSync
+
+_log = logging.getLogger(__name__)
+
+Listeners: TypeAlias = list[Callable[[SaveEvent], None]]
+
+
+def start(config: RunConfig, *, overwrite: bool = False, console: Console | None = None) -> Run:
+    """A new run in an empty `run_dir`.
+
+    Raises:
+        SurefootError: anything that would keep the run from working, before its first step.
+    """
+    console = _ready(console)
+    config = _with_absolute_paths(config)
+    manager, listeners = _manager(config)
+    run_dir = Path(config.run_dir)
+    folders.claim(run_dir, manager.checkpoint_dir, overwrite=overwrite)
+    with _held(manager, run_dir):
+        manager.open(resume=False)
+        return _assemble(config, manager, listeners, ResumePoint(None), frozenset(), console)
+
+
+def resume(
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    *,
+    checkpoint: Path | None = None,
+    allow: frozenset[str] = frozenset(),
+    console: Console | None = None,
+) -> Run:
+    """The run in `run_dir`, at its newest checkpoint that verifies, or at `checkpoint`, or at step 0 if it has none.
+
+    Args:
+        allow: what may differ from the checkpoint besides what always may: a fingerprint's name (dataset, model …) or a
+            configuration key.
+
+    Raises:
+        ResumeRefused: the configuration, data or model differs from the checkpoint's.
+        SurefootError: as for `start`.
+    """
+    console = _ready(console)
+    file = folders.require_run(run_dir)
+    config = _with_absolute_paths(load_config(file, [*overrides, f"run_dir={str(run_dir.absolute())!r}"]))
+    manager, listeners = _manager(config)
+    with _held(manager, run_dir):
+        manager.open(resume=True)
+        point = manager.choose_resume(checkpoint)
+        _tell(point, run_dir)
+        before = load_config(point.reader.local(folders.CONFIG_FILE) if point.reader else file)
+        _check_changes(before, config, allow)
+        return _assemble(config, manager, listeners, point, allow, console)
+
+
+# ---------------------------------------------------------------------------------------------------------- assembling
+
+
+def _assemble(
+    config: RunConfig,
+    manager: CheckpointManager,
+    listeners: Listeners,
+    point: ResumePoint,
+    allow: frozenset[str],
+    console: Console,
+) -> Run:
+    algorithm = load_algorithm(config.algorithm)(algorithm_config(config))
+    if config.policy.num_threads is not None:
+        torch.set_num_threads(config.policy.num_threads)
+    tokenizer = _tokenizer(config, point)
+    train_data, validation_data = _datasets(config, tokenizer, console)
+    engines: dict[str, Engine] = {}  # filled below: how long the run is, and so its schedule, follows from the source
+    plane = MemoryPlane()
+    kit = Kit(config, tokenizer, train_data, validation_data, engines, plane)
+    source = algorithm.source(kit)
+    total_steps = _total_steps(config, source)
+    policy = _policy(config, tokenizer, point)
+    manager.fingerprints = fingerprints(config.algorithm, algorithm_config(config), policy, train_data)
+    if point.reader is not None:
+        check_fingerprints(point.reader.manifest, manager.fingerprints, allow)
+    engine = LocalEngine(
+        policy.model,
+        policy.files,
+        config.policy,
+        plane,
+        Arena(),
+        seed=config.seed,
+        total_optimizer_steps=total_steps,
+        save_optimizer=config.checkpointing.save_optimizer,
+    )
+    engines["policy"] = engine
+    if config.checkpointing.enabled:
+        manager.check_space(engine.state_bytes, manager.policy.num_saves(total_steps) if total_steps else None)
+        engine.warm()
+    report = _report(config, manager, total_steps, console)
+    stop = _stop(config)
+    run = Run(algorithm, kit, source, LocalSync(()), manager, report, stop, _limits(config))
+    _restore(run, point, report)
+    listeners.extend((report.save_event, stop.on_save))
+    return run
+
+
+def _manager(config: RunConfig) -> tuple[CheckpointManager, Listeners]:
+    """The manager comes first, for it locks the folder; those who listen to it are made later."""
+    listeners: Listeners = []
+
+    def tell(event: SaveEvent) -> None:
+        for listener in listeners:
+            listener(event)
+
+    text = config_as_yaml(config)
+    manager = CheckpointManager(config.checkpointing, run_dir=config.run_dir, run_config_text=text, listener=tell)
+    return manager, listeners
+
+
+def _tokenizer(config: RunConfig, point: ResumePoint) -> Any:
+    if point.reader is None:
+        return models.load_tokenizer(config.policy)
+    return models.load_tokenizer_from_checkpoint(point.reader.under("policy"))
+
+
+def _policy(config: RunConfig, tokenizer: Any, point: ResumePoint) -> models.LoadedModel:
+    if point.reader is None:
+        return models.load(config.policy, tokenizer=tokenizer, seed=config.seed)
+    return models.load_from_checkpoint(point.reader.under("policy"), config.policy, tokenizer, with_weights=False)
+
+
+def _datasets(config: RunConfig, tokenizer: Any, console: Console) -> tuple[Dataset, dict[str, Dataset]]:
+    prepared = {}
+    for name, dataset in {"": config.data.train, **config.data.validation}.items():
+        with preparing(console, f"preparing {name or 'training data'}") as progress:
+            prepared[name] = prepare(dataset, config.data, tokenizer, config.policy.max_total_sequence_length, progress)
+        _log.info("%s: %s", f"validation set {name}" if name else "training data", prepared[name].description)
+    return prepared.pop(""), prepared
+
+
+def _total_steps(config: RunConfig, source: Source) -> int | None:
+    """Steps that the run is to have at its end."""
+    limits = [] if config.max_num_steps is None else [config.max_num_steps]
+    if config.max_num_epochs is not None and source.steps_per_epoch is not None:
+        limits.append(config.max_num_epochs * source.steps_per_epoch)
+    return min(limits, default=None)
+
+
+def _report(config: RunConfig, manager: CheckpointManager, total_steps: int | None, console: Console) -> RunReport:
+    """Made last: it writes the first files of the run."""
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_small_file(run_dir / folders.CONFIG_FILE, config_as_yaml(config).encode())
+    missed = manager.policy.missed_validations(config.checkpointing.metric_name, config.val_period)
+    if missed is not None:
+        _log.warning(missed)
+    return RunReport(run_dir, config.logger, total_steps=total_steps, console=console)
+
+
+def _stop(config: RunConfig) -> StopWatch:
+    by = config.checkpointing.checkpoint_must_save_by
+    return StopWatch(None if by is None else parse_duration_s(by))
+
+
+def _limits(config: RunConfig) -> Limits:
+    return Limits(config.max_num_steps, config.val_period, config.val_at_start, config.val_at_end)
+
+
+def _restore(run: Run, point: ResumePoint, report: RunReport) -> None:
+    run.checkpoints.start_attempt(point)  # on record before anything of the left-behind branch is set aside
+    if point.reader is None:
+        report.restart()
+        return
+    for name, part in run.parts.items():
+        part.restore(point.reader.under(name))
+    _log.info("going on from step %d (%s)", point.step, point.path)
+
+
+# ------------------------------------------------------------------------------------------------- folders and changes
+
+
+@contextmanager
+def _held(manager: CheckpointManager, run_dir: Path) -> Iterator[None]:
+    """A start that fails lets go of the folders, and leaves none that it made."""
+    try:
+        yield
+    except BaseException:
+        manager.shutdown()
+        folders.give_back(run_dir, manager.checkpoint_dir)
+        raise
+
+
+def _tell(point: ResumePoint, run_dir: Path) -> None:
+    for note in point.notes:
+        _log.warning(note)
+    for path, reason in point.skipped:
+        _log.warning("SKIPPED %s: %s", path, reason)
+    if point.reader is None:
+        _log.warning("%s has no checkpoint yet: the run starts again from step 0", run_dir)
+
+
+def _check_changes(before: RunConfig, after: RunConfig, allow: frozenset[str]) -> None:
+    changes = [change for change in config_changes(before, after) if change.path != "run_dir"]
+    refused = [c for c in changes if not c.allowed and c.path not in allow]
+    if refused:
+        lines = "\n".join(f"  - {c.path}: the checkpoint was made with {c.before!r}, now {c.after!r}" for c in refused)
+        raise ResumeRefused(
+            f"the configuration differs in what a resumed run may not change:\n{lines}\n"
+            f"Put the old value back, start a new run, or allow it by name: --allow {refused[0].path}"
+        )
+    for change in changes:
+        _log.info("changed: %s: %r -> %r", change.path, change.before, change.after)
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """A run can be resumed from another working directory. Only what exists here is a path; the rest is a hub name."""
+
+    def absolute(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+        paths = {key: section[key] for key in keys if section.get(key) is not None}
+        return {**section, **{key: str(Path(p).absolute()) for key, p in paths.items() if Path(p).exists()}}
+
+    values = config.model_dump(mode="json")
+    values["run_dir"] = str(Path(config.run_dir).absolute())
+    values["policy"] = absolute(values["policy"], "model_name")
+    values["policy"]["tokenizer"] = absolute(values["policy"]["tokenizer"], "name")
+    data, checkpointing = values["data"], values["checkpointing"]
+    data["train"] = absolute(data["train"], "path")
+    data["validation"] = {name: absolute(section, "path") for name, section in data["validation"].items()}
+    for key in ("checkpoint_dir", "rescue_dir"):
+        if checkpointing[key] is not None:
+            checkpointing[key] = str(Path(checkpointing[key]).absolute())
+    return parse_config(values)
+
+
+def _ready(console: Console | None) -> Console:
+    console = console or Console()
+    configure_logging(console)
+    return console

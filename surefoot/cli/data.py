@@ -1,0 +1,133 @@
+"""`surefoot data`: see what a run would train on, without a model or a run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from surefoot.data.prepare import Dataset
+
+app = typer.Typer(help="Look at training data as a run would see it.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps `inspect` a command of its own while it is the only one."""
+
+
+@app.command()
+def inspect(
+    file: str = typer.Argument(help="A .jsonl, .json or .parquet file, a folder `datasets` saved, or a hub name."),
+    model: str = typer.Option(..., help="Folder or hub name; only its tokenizer is loaded."),
+    rows: int = typer.Option(3, min=1, help="How many rows to show."),
+    max_length: int = typer.Option(512, min=1, help="policy.max_total_sequence_length"),
+    train_on: Literal["all_assistant", "last_assistant"] = "all_assistant",
+    prompt_format: Literal["auto", "chat", "plain"] = "auto",
+    columns: list[str] = typer.Option([], help="ours=theirs, such as prompt=question; may be given several times."),
+    split: str | None = None,
+    chat_template: str | None = typer.Option(None, help="A Jinja file or Jinja text; default: the tokenizer's own."),
+    system_prompt: str | None = None,
+    fold_system: bool = typer.Option(False, help="Put the system turn's text into the first user turn."),
+    skip_bad_rows: bool = typer.Option(False, help="Count rows that cannot be used instead of stopping."),
+    num_workers: int = typer.Option(0, min=0, help="Tokenizing processes; 0: this one."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead."),
+) -> None:
+    """Show the tokens of a data set, and which of them a run would train.
+
+    Exit status 1, with the reasons, when a row cannot be used or nothing can be trained.
+    """
+    from surefoot.config import DataConfig, DatasetConfig, EngineConfig, TokenizerConfig
+    from surefoot.data.prepare import prepare
+    from surefoot.engine.models import load_tokenizer
+
+    source = DatasetConfig(
+        path=file, split=split, columns=_pairs(columns), on_bad_row="skip" if skip_bad_rows else "error"
+    )
+    data = DataConfig(
+        train=source,
+        train_on=train_on,
+        prompt_format=prompt_format,
+        system_prompt=system_prompt,
+        fold_system=fold_system,
+        num_workers=num_workers,
+    )
+    tokenizer = load_tokenizer(EngineConfig(model_name=model, tokenizer=TokenizerConfig(chat_template=chat_template)))
+    dataset = prepare(source, data, tokenizer, max_length)
+    if as_json:
+        typer.echo(json.dumps(_as_json(dataset, tokenizer, rows), ensure_ascii=False, indent=2))
+    else:
+        _show(dataset, tokenizer, rows, max_length)
+
+
+def _pairs(columns: list[str]) -> dict[str, str]:
+    pairs = dict(text.partition("=")[::2] for text in columns)
+    for ours, theirs in pairs.items():
+        if not ours or not theirs:
+            raise typer.BadParameter(f"--columns: expected ours=theirs, such as prompt=question, found {ours!r}")
+    return pairs
+
+
+def _lengths(dataset: Dataset) -> dict[str, int]:
+    ordered = sorted(dataset.lengths.tolist())
+    at = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
+    return {name: ordered[min(int(share * len(ordered)), len(ordered) - 1)] for name, share in at.items()}
+
+
+def _tokens(dataset: Dataset, tokenizer: Any, i: int) -> list[tuple[str, bool]]:
+    """Each token's text and whether it is trained."""
+    mask = (dataset.loss_mask(i) > 0).tolist()
+    return [(tokenizer.decode([token]), trained) for token, trained in zip(dataset.ids(i).tolist(), mask, strict=True)]
+
+
+def _as_json(dataset: Dataset, tokenizer: Any, rows: int) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    shown = [
+        {
+            "row_index": int(dataset.row_index[i]),
+            "text": tokenizer.decode(dataset.ids(i)),
+            "ids": dataset.ids(i).tolist(),
+            "loss_mask": dataset.loss_mask(i).int().tolist(),
+        }
+        for i in range(min(rows, len(dataset)))
+    ]
+    counts, lengths = asdict(dataset.counts), _lengths(dataset)
+    return {
+        "name": dataset.name,
+        "fingerprint": dataset.fingerprint,
+        "counts": counts,
+        "lengths": lengths,
+        "rows": shown,
+    }
+
+
+def _show(dataset: Dataset, tokenizer: Any, rows: int, max_length: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    counts, shown = dataset.counts, range(min(rows, len(dataset)))
+    console.print(
+        Text.assemble("tokens: ", ("trained", "bold green"), " ", ("context", "dim"), " ", ("padding", "red"))
+    )
+    width = max(int(dataset.lengths[i]) for i in shown)
+    for i in shown:
+        line = Text(f"row {int(dataset.row_index[i])}: ", style="bold")
+        for text, trained in _tokens(dataset, tokenizer, i):
+            line.append(text.replace("\n", "↵\n"), style="bold green" if trained else "dim")
+            line.append("|", style="bright_black")
+        if padding := width - int(dataset.lengths[i]):
+            line.append(f" + {padding} padding", style="red")
+        console.print(line)
+    console.print(Text("first example, as text:", style="bold"))
+    console.print(Text(tokenizer.decode(dataset.ids(0))))
+    lengths = ", ".join(f"{name} {value}" for name, value in _lengths(dataset).items())
+    console.print(Text(f"lengths in tokens: {lengths}; longest before cutting at {max_length}: {counts.longest}"))
+    console.print(Text(f"cut: {counts.truncated}"))
+    for name, reasons in (("dropped", counts.dropped), ("skipped", counts.skipped)):
+        for reason, number in reasons.items():
+            console.print(Text(f"{name}: {number} × {reason}", style="yellow"))
+    console.print(Text(f"{dataset.description}\nfingerprint {dataset.fingerprint}"))

@@ -1,0 +1,26 @@
+"""`surefoot demo`: the main job, offline, on a laptop's CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+
+
+def demo(
+    directory: Path = typer.Option(Path("demo"), "--dir", help="Where to put everything; an earlier demo moves aside."),
+    seed: int = typer.Option(0, min=0, help="Of the data, the weights and the order of the rows."),
+) -> None:
+    """Train a tiny model twice, kill one of the runs while it saves, and show that both end the same, bit for bit."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported; everything here is local
+    from rich.console import Console
+
+    from surefoot.demo import story
+
+    try:
+        held = story.tell(directory, seed, Console())
+    except KeyboardInterrupt:
+        typer.secho(f"interrupted: both runs are stopped, what they wrote stays in {directory}", fg="red", err=True)
+        raise typer.Exit(130) from None
+    raise typer.Exit(0 if held else 1)

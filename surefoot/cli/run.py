@@ -1,0 +1,47 @@
+"""`surefoot train` and `surefoot resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+OVERRIDES = typer.Argument(help="dotted.key=value …")
+
+
+def train(
+    config: Path = typer.Argument(help="The run's YAML file."),
+    overrides: list[str] = OVERRIDES,
+    overwrite: bool = typer.Option(False, help="Move an old run in run_dir aside (to run_dir.bak_1 …) and start anew."),
+) -> None:
+    """Start a run in a new run_dir."""
+    from surefoot.config_file import load_config
+
+    loaded = load_config(config, overrides or ())
+    from surefoot import build  # after the configuration is known to be right: this import is heavy
+
+    _turn(build.start(loaded, overwrite=overwrite))
+
+
+def resume(
+    run_dir: Path = typer.Argument(help="The folder of the run to continue."),
+    overrides: list[str] = OVERRIDES,
+    from_: Path | None = typer.Option(None, "--from", help="This checkpoint, instead of the newest that verifies."),
+    allow: list[str] = typer.Option(
+        [], help="Let this differ from the checkpoint: dataset, model, tokenizer …, or a configuration key."
+    ),
+) -> None:
+    """Continue a run from its newest checkpoint that verifies."""
+    from surefoot import build
+
+    _turn(build.resume(run_dir, overrides or (), checkpoint=from_, allow=frozenset(allow)))
+
+
+def _turn(run: object) -> None:
+    from surefoot import loop
+    from surefoot.run import Run
+
+    assert isinstance(run, Run)
+    outcome = loop.train(run)
+    typer.echo(f"{outcome.reason}; {outcome.steps} steps done, the run is at step {run.clock.step}")
+    raise typer.Exit(outcome.exit_code)

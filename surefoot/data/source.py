@@ -1,0 +1,131 @@
+"""Batches of a prepared data set: in a new order each epoch for training, in file order for validation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from surefoot.data.cursor import Cursor
+from surefoot.data.prepare import Dataset
+from surefoot.errors import ConfigError
+from surefoot.types import BatchRef, Clock, Column, DataPlane, Poll, Reader, Writer
+
+_log = logging.getLogger(__name__)
+
+
+class DatasetSource:
+    """A `surefoot.types.Source` over a `Dataset`.
+
+    Each row of a batch gets three columns: `input_ids` (int64, ragged), `loss_mask` (float32, aligned with the tokens:
+    1 where the token is trained) and `row_index` (int64 [rows], the row's place in the file, from 0).
+
+    Raises:
+        ConfigError: `drop_last` leaves no batch in an epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        plane: DataPlane,
+        *,
+        seed: int,
+        rows_per_step: int,
+        max_epochs: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self._dataset, self._plane, self._max_epochs = dataset, plane, max_epochs
+        self._cursor = Cursor(len(dataset), rows_per_step, seed, shuffle, drop_last)
+        if self._cursor.steps_per_epoch == 0:
+            raise ConfigError(
+                f"data.drop_last: true with {len(dataset)} usable rows in {dataset.name} and {rows_per_step} rows per "
+                f"step leaves no step to train; expected at most {len(dataset)} rows per step, or drop_last: false"
+            )
+        if rows_per_step > len(dataset):
+            _log.warning(
+                "%s has %d usable rows, fewer than the %d rows of a step: every step is one short batch, the whole set",
+                *(dataset.name, len(dataset), rows_per_step),
+            )
+
+    @property
+    def epoch(self) -> int:
+        return self._cursor.epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._cursor.steps_per_epoch
+
+    @property
+    def exhausted(self) -> str:
+        return (
+            f"the training data is used up: {self._max_epochs} epochs of {self.steps_per_epoch} steps over "
+            f"{len(self._dataset)} rows of {self._dataset.name} are done"
+        )
+
+    def take(self, clock: Clock, poll: Poll) -> BatchRef | None:
+        poll()
+        cursor = self._cursor
+        if self._max_epochs is not None and cursor.epoch_is_done and cursor.epoch + 1 >= self._max_epochs:
+            return None
+        epoch, draw, rows = cursor.take()
+        groups = [f"e{epoch}_d{draw + i}" for i in range(len(rows))]
+        return _put(self._dataset, self._plane, rows, groups)
+
+    def retire(self, ref: BatchRef, live: Future[int]) -> None:
+        self._plane.drop(ref)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def settle(self) -> None:
+        """Nothing is in flight: a batch is whole when `take` returns."""
+
+    def snapshot(self) -> Writer:
+        state = {"epoch": self._cursor.epoch, "offset": self._cursor.offset, **self._identity()}
+        return lambda sink: sink.json("cursor.json", state)
+
+    def restore(self, reader: Reader) -> None:
+        """Go on at the saved position. A position in other data means nothing there: with another data set, seed or
+        order, the saved epoch begins again, at row 0."""
+        saved = reader.json("cursor.json")
+        self._cursor.epoch, self._cursor.offset = int(saved["epoch"]), int(saved["offset"])
+        changed = {name: value for name, value in self._identity().items() if saved[name] != value}
+        if changed:
+            self._cursor.offset = 0
+            what = ", ".join(f"{name} was {saved[name]}, now {value}" for name, value in changed.items())
+            _log.warning(
+                "the order of the training rows is not the checkpoint's (%s): epoch %d starts again at row 0 of %s; "
+                "rows that it had already trained are trained again",
+                *(what, self._cursor.epoch, self._dataset.name),
+            )
+
+    def _identity(self) -> dict[str, int | bool | str]:
+        """What the meaning of an offset depends on."""
+        return {"dataset": self._dataset.fingerprint, "seed": self._cursor.seed, "shuffle": self._cursor.shuffle}
+
+
+def iterate(dataset: Dataset, plane: DataPlane, rows_per_batch: int) -> Iterator[BatchRef]:
+    """All rows once, in file order, for validation. A batch is dropped when the next one is asked for."""
+    for start in range(0, len(dataset), rows_per_batch):
+        rows = torch.arange(start, min(start + rows_per_batch, len(dataset)))
+        ref = _put(dataset, plane, rows, [f"v{dataset.fingerprint}_d{i}" for i in rows.tolist()])
+        try:
+            yield ref
+        finally:
+            plane.drop(ref)
+
+
+def _put(dataset: Dataset, plane: DataPlane, rows: Tensor, groups: list[str]) -> BatchRef:
+    ids = [dataset.ids(i) for i in rows.tolist()]
+    columns: dict[str, Column] = {
+        "input_ids": ids,
+        "loss_mask": [dataset.loss_mask(i) for i in rows.tolist()],
+        "row_index": dataset.row_index[rows],
+    }
+    lengths = tuple(len(row) for row in ids)
+    ref = BatchRef(tuple(f"{g}_g0" for g in groups), tuple(groups), lengths, (0,) * len(ids), frozenset())
+    return plane.put(ref, columns)

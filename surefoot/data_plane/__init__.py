@@ -1,0 +1,1 @@
+"""Where the columns of rows in flight lie."""

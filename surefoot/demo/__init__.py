@@ -1,0 +1,1 @@
+"""`surefoot demo`: a model learns in front of you, while one of two runs is killed. Start reading at `story.py`."""

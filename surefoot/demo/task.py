@@ -1,0 +1,176 @@
+"""What the demo learns: sums of two two-digit numbers, in characters, by a tiny Llama, from nothing.
+
+Data, tokenizer, model and the measure of success. The heavy libraries are imported when they are used, since tests and
+the command line import this module for its small functions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Row: TypeAlias = "dict[str, list[dict[str, str]]]"  # {"messages": [{"role": …, "content": …}, …]}
+
+NUM_HELDOUT = 500
+_LOW, _HIGH = 10, 99
+_MAX_NEW_TOKENS = 4  # three digits and the end of the turn
+
+BOS, END, PAD, UNKNOWN = "<|bos|>", "<|end|>", "<|pad|>", "<|unk|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+
+# Renders no line breaks: every token counts when a row has fourteen of them.
+CHAT_TEMPLATE = (
+    "{{- bos_token -}}"
+    "{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' -}}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{%- generation -%}{{- message['content'] + '" + END + "' -}}{%- endgeneration -%}"
+    "{%- else -%}"
+    "{{- message['content'] + '" + END + "' -}}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def addition(a: int, b: int) -> Row:
+    """One sum as a chat: the user asks, the assistant answers in plain digits.
+
+    >>> addition(47, 85)["messages"][1]["content"]
+    '132'
+    """
+    question = {"role": "user", "content": f"{a}+{b}="}
+    return {"messages": [question, {"role": "assistant", "content": str(a + b)}]}
+
+
+def split_rows(seed: int, num_rows: int | None = None, num_heldout: int = NUM_HELDOUT) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) out of all sums of two two-digit numbers; a function of the arguments alone.
+
+    A held-out pair {a, b} is in training in neither order; a training pair is there in both.
+
+    Args:
+        num_rows: the first so many training rows; default: all, about 7,100.
+    """
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(_LOW, _HIGH + 1) for b in range(a, _HIGH + 1)]
+    rng.shuffle(pairs)
+    heldout = [addition(*rng.sample(pair, 2)) for pair in pairs[:num_heldout]]
+    both_orders = sorted({order for a, b in pairs[num_heldout:] for order in ((a, b), (b, a))})
+    rng.shuffle(both_orders)
+    return [addition(a, b) for a, b in both_orders[:num_rows]], heldout
+
+
+def write_dataset(
+    train: Path, heldout: Path, seed: int, num_rows: int | None = None, num_heldout: int = NUM_HELDOUT
+) -> None:
+    """Write `split_rows` as two JSON Lines files; the same arguments write the same bytes."""
+    for path, rows in zip((train, heldout), split_rows(seed, num_rows, num_heldout), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def read_rows(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# ------------------------------------------------------------------------------------------------- tokenizer and model
+
+
+def train_tokenizer(rows: Iterable[Row], folder: Path) -> Any:
+    """Train a tokenizer of 19 tokens on the rows' texts and save it, its chat template included.
+
+    Every character is a word of its own, so no two digits can be merged. All characters of a sum are in the vocabulary,
+    however few rows there are.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    trainer = trainers.BpeTrainer(
+        special_tokens=[PAD, BOS, END, UNKNOWN, *ROLES],
+        initial_alphabet=list("0123456789+="),
+        vocab_size=512,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((message["content"] for row in rows for message in row["messages"]), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        additional_special_tokens=list(ROLES),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=64,
+    )
+    fast.save_pretrained(str(folder))
+    return fast
+
+
+def model_init(hidden_size: int = 128, num_layers: int = 2) -> dict[str, Any]:
+    """The section `policy.model_init`: 0.43 M parameters unless made smaller. The tokenizer gives the vocabulary."""
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def question(row: Row) -> str:
+    return row["messages"][0]["content"]
+
+
+def expected_answer(row: Row) -> str:
+    return row["messages"][-1]["content"]
+
+
+def exact_match(answers: Sequence[str], rows: Sequence[Row]) -> float:
+    """The share of rows whose answer is, character for character, the one expected."""
+    return sum(answer == expected_answer(row) for answer, row in zip(answers, rows, strict=True)) / len(rows)
+
+
+def greedy_answers(model: Any, tokenizer: Any, rows: Sequence[Row], batch_size: int = 250) -> list[str]:
+    """The most likely answer to each row's question: its text up to the end of the turn. A turn that does not end
+    within four tokens gets an ellipsis, and so is no answer at all."""
+    import torch
+
+    answers: list[str] = []
+    model.eval()
+    for start in range(0, len(rows), batch_size):
+        prompts = tokenizer.apply_chat_template(
+            [row["messages"][:-1] for row in rows[start : start + batch_size]],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+        )
+        with torch.inference_mode():
+            ids = model.generate(**prompts, max_new_tokens=_MAX_NEW_TOKENS, do_sample=False, use_cache=True)
+        answers += [_until_end(tokenizer, new) for new in ids[:, prompts["input_ids"].shape[1] :].tolist()]
+    return answers
+
+
+def _until_end(tokenizer: Any, ids: list[int]) -> str:
+    """Other special tokens are kept: in an answer they are wrong."""
+    ended = tokenizer.eos_token_id in ids
+    text = str(tokenizer.decode(ids[: ids.index(tokenizer.eos_token_id)] if ended else ids))
+    return text if ended else text + "…"

@@ -1,0 +1,1 @@
+"""Models: loading them, running them, training them."""

@@ -1,0 +1,129 @@
+"""A model as a Hugging Face folder: which live tensor goes into the file under which name, and the small files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from surefoot.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_FILE = "model.safetensors"
+GENERATION_FILE = "generation_config.json"
+
+
+def small_files(model: Any, tokenizer: Any, generation_config: bytes | None) -> dict[str, bytes]:
+    """Every file of the folder but the weights: config.json, tokenizer, chat template, and the base's own
+    generation_config.json, unchanged. Made once, at the start, so that no save can fail over them at the end.
+
+    A base without generation_config.json gets none: Transformers then reads config.json, as it did for the base.
+
+    Raises:
+        ModelError: Transformers refuses to write one of them.
+    """
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    with TemporaryDirectory() as folder:
+        try:
+            model.config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        except Exception as error:
+            raise ModelError(
+                f"the model's configuration or tokenizer cannot be saved, so no checkpoint could be loaded: {error}"
+            ) from error
+        root = Path(folder)
+        files = {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+    files.pop(GENERATION_FILE, None)
+    if generation_config is not None:
+        files[GENERATION_FILE] = generation_config
+    return files
+
+
+def read_generation_config(folder: Path) -> bytes | None:
+    """The bytes of a folder's generation_config.json, `None` if it has none. Settings that Transformers would refuse
+    to save (a temperature with sampling off) are warned about and kept.
+
+    Raises:
+        ModelError: the file is not a JSON object that makes a generation configuration.
+    """
+    path = folder / GENERATION_FILE
+    if not path.is_file():
+        return None
+    data = path.read_bytes()
+    try:
+        settings = json.loads(data)
+        if not isinstance(settings, dict):
+            raise TypeError(f"expected a JSON object, found {type(settings).__name__}")
+        config = GenerationConfig(**settings)
+    except Exception as error:
+        raise ModelError(f"{path} is malformed: {error}. Repair it or remove it") from error
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        logger.warning("%s holds odd settings; it is copied unchanged into every checkpoint. %s", path, error)
+    return data
+
+
+def weights_by_name(model: Any) -> dict[str, Tensor]:
+    """The live weights by their names in the folder's safetensors file; writing into one writes into the model.
+
+    Tied weights come once, under the name that Transformers reads. Where the file's layout differs from the modules'
+    (renamed weights, experts stored one by one) the tensors are views of the parameters.
+
+    Raises:
+        ModelError: the file's tensors are not views of the parameters, so that they could not be captured exactly.
+    """
+    try:
+        state = remove_tied_weights_from_state_dict(dict(model.state_dict()), model)
+    except RuntimeError as error:
+        raise ModelError(f"{type(model).__name__} shares tensors in a way it does not declare: {error}") from error
+    saved = revert_weight_conversion(model, dict(state))
+    live = {_place(tensor) for tensor in state.values()}
+    if len(saved) == len(state) and {_place(tensor) for tensor in saved.values()} == live:
+        return dict(saved)
+    return _views(model, state)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _views(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Transformers rearranges copies. To find the same pieces in the live tensors, its function is run on tensors that
+    hold the number of each element: what comes out says where each element came from."""
+    numbered, first, sources = {}, 0, []
+    for name, tensor in state.items():
+        numbered[name] = torch.arange(first, first + tensor.numel()).reshape(tensor.shape)
+        sources.append((first, tensor))
+        first += tensor.numel()
+    found = revert_weight_conversion(model, numbered)
+    views = {name: _view(name, numbers, sources, type(model).__name__) for name, numbers in found.items()}
+    if sum(int(numbers.sum()) for numbers in found.values()) != first * (first - 1) // 2:
+        raise ModelError(f"{type(model).__name__} is stored with elements left out or repeated: not supported")
+    return views
+
+
+def _view(name: str, numbers: Tensor, sources: list[tuple[int, Tensor]], model: str) -> Tensor:
+    start = int(numbers.flatten()[0])
+    offset, source = max((pair for pair in sources if pair[0] <= start), key=lambda pair: pair[0])
+    strides = [int(numbers.select(d, 1).flatten()[0]) - start if n > 1 else 1 for d, n in enumerate(numbers.shape)]
+    expected = torch.full_like(numbers, start)
+    for dim, (size, stride) in enumerate(zip(numbers.shape, strides, strict=True)):
+        expected += (torch.arange(size) * stride).reshape([-1 if d == dim else 1 for d in range(numbers.ndim)])
+    inside = int(numbers.max()) < offset + source.numel() and source.is_contiguous()
+    if not inside or not torch.equal(numbers, expected):
+        raise ModelError(
+            f"{model} stores {name} in a form that is no view of its weights, so it could not be captured "
+            "exactly while training goes on: this architecture is not supported"
+        )
+    return source.as_strided(numbers.shape, strides, source.storage_offset() + start - offset)

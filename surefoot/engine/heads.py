@@ -1,0 +1,239 @@
+"""From a model's hidden states to log-probs, entropies, top-k, logits or scalars, without the whole logits in memory.
+
+Logits are made for a chunk of tokens at a time and made again in the backward pass, and only for tokens that something
+reads. The result equals log_softmax and gather over all tokens, in value and in gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from surefoot.errors import ModelError
+from surefoot.types import Head
+
+# A chunk holds this many tokens, and more where the vocabulary is small: 2**23 logits are 32 MiB in float32.
+CHUNK_TOKENS = 256
+CHUNK_LOGITS = 2**23
+# Up to this many logits (128 MiB) are kept: making them again would cost a third of the head's time to save little.
+KEPT_LOGITS = 2**25
+_TOKEN_OUTPUTS = {"logprobs", "entropy", "topk", "logits"}
+
+
+class ModelHead:
+    """Runs a model and gives the outputs that a `Head` asks for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._base: nn.Module = getattr(model, str(model.base_model_prefix), model)
+        score = getattr(model, "score", None)
+        self._score: nn.Module | None = score if isinstance(score, nn.Linear) and score.out_features == 1 else None
+        self._lm_head: nn.Linear | None = None
+        if self._score is None:
+            self._lm_head = _separable_head(model, self._base)
+
+    def __call__(
+        self, input_ids: Tensor, lengths: Tensor, head: Head, wanted: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Outputs padded with zeros to [rows, tokens, ...], aligned as `Head` says.
+
+        Args:
+            input_ids: [rows, tokens], padded on the right.
+            lengths: [rows].
+            wanted: [rows, tokens]; token outputs are computed where it is not 0 and are 0 elsewhere.
+
+        Raises:
+            ValueError: the head asks for something unknown.
+            ModelError: the head asks for a scalar of a model that has none, or the reverse.
+        """
+        self._check(head)
+        real = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
+        if head.outputs == ("scalar",):
+            return {"scalar": self._scalars(input_ids, real)}
+        predicted = real.clone()
+        predicted[:, 0] = False
+        if wanted is not None:
+            predicted &= wanted != 0
+        places = predicted.flatten().nonzero().squeeze(1)
+        # What predicts a token stands one place before it, in the same row.
+        hidden = self._hidden(input_ids, real).flatten(0, 1).index_select(0, places - 1)
+        values = token_outputs(hidden, input_ids.flatten()[places], self._lm_head, head)
+        return {name: _scatter(value, places, input_ids.shape) for name, value in values.items()}
+
+    def _check(self, head: Head) -> None:
+        unknown = set(head.outputs) - _TOKEN_OUTPUTS - {"scalar"}
+        if unknown or not head.outputs or (len(head.outputs) > 1 and "scalar" in head.outputs):
+            raise ValueError(f"expected scalar alone or some of {sorted(_TOKEN_OUTPUTS)}, found {head.outputs}")
+        if head.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, found {head.temperature}")
+        if "topk" in head.outputs and head.k < 1:
+            raise ValueError(f"topk needs k of at least 1, found {head.k}")
+        if ("scalar" in head.outputs) != (self._score is not None):
+            kind = type(self._model).__name__
+            raise ModelError(
+                f"{kind} cannot give {head.outputs}: "
+                + ("it has no" if self._score is None else "it has a")
+                + " score head with one output"
+            )
+
+    def _scalars(self, input_ids: Tensor, real: Tensor) -> Tensor:
+        assert self._score is not None
+        hidden = self._base(input_ids=input_ids, attention_mask=real.long(), use_cache=False).last_hidden_state
+        scores = self._score(hidden).squeeze(-1)
+        return torch.where(real, scores, torch.zeros_like(scores))
+
+    def _hidden(self, input_ids: Tensor, real: Tensor) -> Tensor:
+        """What the language-model head reads; the logits themselves where the two cannot be told apart."""
+        mask = real.long()
+        if self._lm_head is None:
+            logits: Tensor = self._model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+            return logits
+        hidden: Tensor = self._base(input_ids=input_ids, attention_mask=mask, use_cache=False).last_hidden_state
+        return hidden
+
+
+def token_outputs(hidden: Tensor, targets: Tensor, lm_head: nn.Linear | None, head: Head) -> dict[str, Tensor]:
+    """Outputs for single tokens, chunk by chunk.
+
+    Args:
+        hidden: [tokens, width], what predicts each token; the logits themselves where `lm_head` is `None`.
+        targets: [tokens], the tokens' ids.
+        lm_head: from [n, width] to logits [n, vocabulary].
+
+    Returns:
+        `logprobs` [tokens], `entropy` [tokens], `topk_ids` and `topk_logprobs` [tokens, k], and
+        `logits` [tokens, vocabulary].
+    """
+    vocabulary = hidden.shape[-1] if lm_head is None else lm_head.out_features
+    size = max(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
+    if lm_head is None:
+        parts = [
+            _outputs(logits, ids, head)
+            for logits, ids in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
+        ]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if len(targets) <= max(size, KEPT_LOGITS // vocabulary) or "logits" in head.outputs:
+        return _outputs(lm_head(hidden), targets, head)
+    values = _Chunked.apply(hidden, lm_head.weight, lm_head.bias, targets, head, size)  # type: ignore[no-untyped-call]
+    return dict(zip(_names(head), values, strict=True))
+
+
+def _names(head: Head) -> list[str]:
+    names = [name for name in ("logprobs", "entropy") if name in head.outputs]
+    return names + (["topk_logprobs", "topk_ids"] if "topk" in head.outputs else [])
+
+
+def _outputs(logits: Tensor, targets: Tensor, head: Head) -> dict[str, Tensor]:
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    if head.temperature != 1.0:
+        logits = logits / head.temperature
+    if head.outputs == ("logprobs",):  # the fused form: one array of the logits' size fewer
+        return {"logprobs": -F.cross_entropy(logits, targets, reduction="none")}
+    logprobs = logits.log_softmax(-1)
+    made: dict[str, Tensor] = {}
+    if "logprobs" in head.outputs:
+        made["logprobs"] = logprobs.gather(-1, targets[:, None]).squeeze(-1)
+    if "entropy" in head.outputs:
+        made["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
+    if "topk" in head.outputs:
+        made["topk_logprobs"], made["topk_ids"] = logprobs.topk(head.k, dim=-1)
+    if "logits" in head.outputs:
+        made["logits"] = logits
+    return made
+
+
+class _Chunked(torch.autograd.Function):
+    """The outputs of all tokens with the logits of one chunk in memory at a time, in both directions.
+
+    Rather than `torch.utils.checkpoint`, because the gradient of the weight, as large as the weight, is then added up
+    in place instead of once per chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, size: int
+    ) -> tuple[Tensor, ...]:
+        device = hidden.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        ctx.head, ctx.size = head, size
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.set_materialize_grads(False)
+        cast = weight.to(ctx.dtype)
+        parts = []
+        for part, ids in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
+            parts.append(_outputs(_linear(part, cast, bias, ctx.dtype), ids, head))
+        made = {name: torch.cat([part[name] for part in parts]) for name in _names(head)}
+        if "topk_ids" in made:
+            ctx.mark_non_differentiable(made["topk_ids"])
+        return tuple(made.values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        cast = weight.to(ctx.dtype)
+        for start in range(0, len(targets), ctx.size):
+            chunk = slice(start, start + ctx.size)
+            logits = _linear(hidden[chunk], cast, bias, ctx.dtype).requires_grad_()
+            with torch.enable_grad():
+                made = _outputs(logits, targets[chunk], ctx.head)
+            read = [(made[n], g[chunk]) for n, g in zip(_names(ctx.head), grads, strict=True) if g is not None]
+            (d_logits,) = torch.autograd.grad([value for value, _ in read], logits, [grad for _, grad in read])
+            d_hidden[chunk] = d_logits @ cast
+            if d_weight is not None:
+                part = hidden[chunk].to(ctx.dtype)
+                if d_weight.dtype == ctx.dtype:
+                    d_weight.addmm_(d_logits.t(), part)
+                else:
+                    d_weight += d_logits.t() @ part
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        return F.linear(hidden.to(dtype), weight, None if bias is None else bias.to(dtype))
+
+
+def _scatter(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    out = values.new_zeros((shape.numel(), *values.shape[1:]))
+    return out.index_copy(0, places, values).reshape(*shape, *values.shape[1:])
+
+
+@torch.no_grad()
+def _separable_head(model: nn.Module, base: nn.Module) -> nn.Linear | None:
+    """The language-model head, if the model's logits are exactly that head applied to its last hidden states.
+
+    Some architectures scale or cap their logits afterwards. So the model is run on a few tokens and its logits are
+    compared bit for bit, and once more with hidden states put in by a hook, large enough for a cap to show.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear) or base is model:
+        return None
+    hidden = torch.randn(1, 4, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
+    hidden *= 50.0 / head(hidden).abs().max().clamp(min=1e-20)
+    probe = {"input_ids": torch.zeros(1, 4, dtype=torch.long, device=head.weight.device), "use_cache": False}
+
+    def put_in(module: nn.Module, inputs: object, output: Any) -> Any:
+        output.last_hidden_state = hidden
+        return output
+
+    training = model.training
+    model.eval()
+    plain = torch.equal(model(**probe).logits, head(base(**probe).last_hidden_state))
+    hook = base.register_forward_hook(put_in)
+    try:
+        large = torch.equal(model(**probe).logits, head(hidden))
+    finally:
+        hook.remove()
+        model.train(training)
+    return head if plain and large else None

@@ -1,0 +1,284 @@
+"""The engine in this process: one model on one device, and its optimizer if it is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from surefoot.config import EngineConfig
+from surefoot.engine.batching import MicroBatch, micro_batches, optimizer_steps
+from surefoot.engine.folder import WEIGHTS_FILE, weights_by_name
+from surefoot.engine.heads import ModelHead
+from surefoot.engine.models import resolve_device
+from surefoot.engine.optimizer import Optimizer, copy_exactly
+from surefoot.errors import NonFiniteError, ResumeRefused
+from surefoot.seeds import derive_seed
+from surefoot.types import (
+    BatchRef,
+    Column,
+    DataPlane,
+    Head,
+    Loss,
+    Metric,
+    Metrics,
+    Objective,
+    Reader,
+    Sink,
+    Stager,
+    Writer,
+    merge_metrics,
+)
+
+
+class LocalEngine:
+    """Weights are float32, always; `precision: bfloat16` runs the forward pass under autocast.
+
+    Each micro-batch's dropout is drawn from (seed, optimizer step, micro-batch), so a resumed run repeats it. A loss
+    that reads the column `loss_mask` is given token outputs on the tokens whose mask is not 0, and 0 elsewhere: the
+    rest is never computed.
+
+    Args:
+        model: a Transformers model, from `surefoot.engine.models`. The engine moves it to its device.
+        files: the small files of the folder that the model is saved as.
+        stager: this engine's own.
+        total_optimizer_steps: what the run is to do, if known; where a schedule decays that sets no `decay_steps`.
+        save_optimizer: without it a checkpoint can be loaded and not resumed.
+        trained: a frozen engine has no optimizer; its fingerprint is saved in place of its weights.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        files: Mapping[str, bytes],
+        config: EngineConfig,
+        plane: DataPlane,
+        stager: Stager,
+        *,
+        seed: int,
+        total_optimizer_steps: int | None = None,
+        save_optimizer: bool = True,
+        trained: bool = True,
+    ) -> None:
+        self.device = resolve_device(config.device)
+        self.model = model.to(self.device)
+        self._files, self._config, self._plane, self._stager = dict(files), config, plane, stager
+        self._seed, self._save_optimizer, self._trained = seed, save_optimizer, trained
+        self._weights = weights_by_name(self.model)
+        self._head = ModelHead(self.model)
+        self._optimizer: Optimizer | None = None
+        if not trained:
+            self.model.requires_grad_(False)
+            return
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._optimizer = Optimizer(
+            self.model,
+            config.optimizer,
+            config.scheduler,
+            max_grad_norm=config.max_grad_norm,
+            total_optimizer_steps=total_optimizer_steps,
+        )
+
+    # ------------------------------------------------------------------------------------------------ running
+
+    def infer(self, ref: BatchRef, head: Head, into: Mapping[str, str]) -> BatchRef:
+        """Outputs land on the CPU, one tensor per row, without padding."""
+        columns = self._plane.get(ref, [head.inputs])
+        found: dict[str, list[Any]] = {output: [None] * len(ref) for output in into}
+        self._set_mode(training=False)
+        with torch.no_grad():
+            for batch in self._cut(ref, columns, head):
+                out = self._forward(batch, head)
+                for output, rows in found.items():
+                    for place, length, values in zip(
+                        batch.rows, batch.lengths.tolist(), out[output].cpu(), strict=True
+                    ):
+                        rows[place] = values[:length].clone()
+        return self._plane.put(ref, {into[output]: rows for output, rows in found.items()})
+
+    def evaluate(self, ref: BatchRef, objective: Objective) -> Metrics:
+        batches = self._batches(ref, objective)
+        norm = _norm(objective.loss, batches)
+        measured = []
+        self._set_mode(training=False)
+        with torch.no_grad():
+            for batch in batches:
+                out = self._forward(batch, objective.head, _wanted(objective.loss, batch))
+                measured.append(objective.loss(out, batch.columns, norm=norm)[1])
+        return merge_metrics(measured)
+
+    def train(self, ref: BatchRef, objective: Objective) -> Metrics:
+        """Besides `grad_norm` (before clipping), `lr` and `optimizer_steps` (done in the whole run), the metrics hold
+        `skipped_optimizer_steps`: those whose rows had nothing to train on."""
+        measured = []
+        for _ in range(objective.epochs):
+            for rows in optimizer_steps(ref, objective.minibatch_rows):
+                measured.append(self._optimizer_step(rows, objective))
+        return merge_metrics(measured)
+
+    def _optimizer_step(self, ref: BatchRef, objective: Objective) -> Metrics:
+        optimizer = self._trainable()
+        batches = self._batches(ref, objective)
+        norm = _norm(objective.loss, batches)
+        skipped = bool(norm) and not any(norm.values())
+        try:
+            measured = self._backward(batches, objective, norm)
+            grad_norm, lr = optimizer.grad_norm(), optimizer.lr
+            if not math.isfinite(grad_norm):
+                where = ", ".join(optimizer.bad_gradients()[:3]) or "none by itself, only their sum"
+                raise self._not_finite("the gradient norm", grad_norm, ref.ids, f" (gradients: {where})")
+            if not skipped:
+                optimizer.step()
+        finally:
+            optimizer.zero_grad()
+        own = {
+            "grad_norm": Metric(grad_norm, weight=0.0 if skipped else 1.0),
+            "lr": Metric(lr, reduce="last"),
+            "optimizer_steps": Metric(float(optimizer.steps), reduce="last"),
+            "skipped_optimizer_steps": Metric(float(skipped), reduce="sum"),
+        }
+        return {**merge_metrics(measured), **own}
+
+    def _backward(
+        self, batches: Sequence[MicroBatch], objective: Objective, norm: Mapping[str, float]
+    ) -> list[Metrics]:
+        measured: list[Metrics] = []
+        self._set_mode(training=True)
+        with self._random_state_kept():
+            for number, batch in enumerate(batches):
+                torch.manual_seed(derive_seed(self._seed, "train", self._trainable().steps, number))
+                out = self._forward(batch, objective.head, _wanted(objective.loss, batch))
+                loss, metrics = objective.loss(out, batch.columns, norm=norm)
+                if not torch.isfinite(loss):
+                    raise self._not_finite("the loss", float(loss), batch.ids)
+                loss.backward()  # type: ignore[no-untyped-call]
+                measured.append(metrics)
+        return measured
+
+    def _forward(self, batch: MicroBatch, head: Head, wanted: Tensor | None = None) -> dict[str, Tensor]:
+        bfloat16 = self._config.precision == "bfloat16"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
+            return self._head(batch.input_ids, batch.lengths, head, wanted)
+
+    def _batches(self, ref: BatchRef, objective: Objective) -> list[MicroBatch]:
+        fields = dict.fromkeys((objective.head.inputs, *objective.loss.fields))
+        return self._cut(ref, self._plane.get(ref, list(fields)), objective.head)
+
+    def _cut(self, ref: BatchRef, columns: Mapping[str, Column], head: Head) -> list[MicroBatch]:
+        return micro_batches(ref, columns, head.inputs, self._config.train_micro_batch_size, self.device)
+
+    def _set_mode(self, *, training: bool) -> None:
+        """Walking all modules takes a while, so only when it changes something."""
+        if self.model.training != training:
+            self.model.train(training)
+
+    def _random_state_kept(self) -> AbstractContextManager[None]:
+        """Nothing outside sees that the global random state was used."""
+        if self.device.type == "cpu":
+            return torch.random.fork_rng(devices=[])
+        return torch.random.fork_rng(devices=[self.device.index or 0], device_type=self.device.type)
+
+    def _trainable(self) -> Optimizer:
+        if self._optimizer is None:
+            raise ValueError("this engine is frozen: it cannot be trained")
+        return self._optimizer
+
+    def _not_finite(self, what: str, value: float, ids: Sequence[str], more: str = "") -> NonFiniteError:
+        shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+        return NonFiniteError(
+            f"{what} is {value}{more} in optimizer step {self._trainable().steps + 1}, rows {shown}. The weights are "
+            "as they were before that step. Lower the learning rate or look at these rows"
+        )
+
+    # ------------------------------------------------------------------------------------------------ weights, state
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return dict(self._weights)
+
+    def assign(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises `CheckpointError` when names, shapes or dtypes differ; then nothing was assigned."""
+        copy_exactly(weights, self._weights, "what was assigned")
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of what a snapshot captures."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
+
+    def warm(self) -> None:
+        """Make room for captures, before the first step."""
+        if self._trained:
+            self._stager.warm(self._state())
+
+    def settle(self) -> None:
+        pass
+
+    def snapshot(self) -> Writer:
+        if self._optimizer is None or not self._trained:
+            fingerprint = self._fingerprint()
+            return lambda sink: sink.json("frozen.json", {"weights": fingerprint})
+        captured = self._stager.capture(self._state())
+        description = self._optimizer.description()
+
+        def write(sink: Sink) -> None:
+            folder = sink.under("weights")
+            for name, data in self._files.items():
+                folder.bytes(name, data)
+            with self._stager.draining():
+                folder.tensors(WEIGHTS_FILE, _part(captured, "weights/"), {"format": "pt"})
+                if self._save_optimizer:
+                    sink.tensors("optimizer/state.safetensors", _part(captured, "optimizer/"))
+            if self._save_optimizer:
+                sink.json("optimizer/state.json", description)
+
+        return write
+
+    def restore(self, reader: Reader) -> None:
+        """Raises `ResumeRefused` when the checkpoint has no optimizer state, or frozen weights are others."""
+        if self._optimizer is None:
+            saved, live = reader.json("frozen.json")["weights"], self._fingerprint()
+            if saved != live:
+                raise ResumeRefused(f"the frozen model's weights have the fingerprint {live}; the checkpoint's {saved}")
+            return
+        if "optimizer/state.json" not in reader.files():
+            raise ResumeRefused(
+                "the checkpoint has no optimizer state (it was saved with checkpointing.save_optimizer: false): it can "
+                "be loaded as a model, not resumed"
+            )
+        copy_exactly(reader.tensors(f"weights/{WEIGHTS_FILE}"), self._weights, f"weights/{WEIGHTS_FILE}")
+        self._optimizer.restore(reader.json("optimizer/state.json"), reader.tensors("optimizer/state.safetensors"))
+
+    def _state(self) -> dict[str, Tensor]:
+        state = {f"weights/{name}": tensor for name, tensor in self._weights.items()}
+        if self._optimizer is not None and self._save_optimizer:
+            state |= {f"optimizer/{name}": tensor for name, tensor in self._optimizer.tensors().items()}
+        return state
+
+    def _fingerprint(self) -> str:
+        digest = xxhash.xxh3_128()
+        for name, tensor in sorted(self._weights.items()):
+            digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def _part(captured: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in captured.items() if name.startswith(prefix)}
+
+
+def _norm(loss: Loss, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """The loss's counts over all rows of the optimizer step."""
+    total: dict[str, float] = {}
+    for batch in batches:
+        for name, count in loss.counts(batch.columns).items():
+            total[name] = total.get(name, 0.0) + count
+    return total
+
+
+def _wanted(loss: Loss, batch: MicroBatch) -> Tensor | None:
+    return batch.columns["loss_mask"] if "loss_mask" in loss.fields else None

@@ -1,0 +1,314 @@
+"""Models and tokenizers: loaded from a folder, a hub name, a bare configuration or a checkpoint, and checked."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, TypeAlias
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
+
+from surefoot.config import EngineConfig
+from surefoot.engine.folder import GENERATION_FILE, WEIGHTS_FILE, read_generation_config, small_files, weights_by_name
+from surefoot.engine.optimizer import copy_exactly
+from surefoot.errors import ModelError
+from surefoot.seeds import derive_seed
+from surefoot.types import Reader
+
+logger = logging.getLogger(__name__)
+
+Kind: TypeAlias = Literal["causal_lm", "scalar"]
+# Weights as safetensors only: nothing here unpickles a file.
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with float32 weights of its own, its tokenizer, and the small files of the folder it is saved as.
+
+    Attributes:
+        files: by name in the folder; everything but the weights.
+        source: where it came from, in words.
+    """
+
+    model: Any
+    tokenizer: Any
+    files: Mapping[str, bytes]
+    source: str
+
+
+def load(config: EngineConfig, *, tokenizer: Any, seed: int, kind: Kind = "causal_lm") -> LoadedModel:
+    """Load what the configuration names, or draw random weights from the seed.
+
+    Args:
+        tokenizer: from `load_tokenizer`.
+
+    Raises:
+        ModelError: something cannot be found or loaded, or model, tokenizer and lengths do not fit.
+    """
+    if config.model_init is not None:
+        model, source = _random(config.model_init, tokenizer, seed, kind), f"model_init ({config.model_init})"
+        generation = None
+    else:
+        assert config.model_name is not None
+        folder = _resolve(config.model_name, "policy.model_name")
+        generation = read_generation_config(folder)
+        model, source = _pretrained(folder, seed, kind), config.model_name
+    _own_storage(model)
+    _agree_on_tying(model)
+    check_fits(model, tokenizer, config.max_total_sequence_length, source)
+    return LoadedModel(model, tokenizer, small_files(model, tokenizer, generation), source)
+
+
+def load_from_checkpoint(
+    reader: Reader, config: EngineConfig, tokenizer: Any, *, kind: Kind = "causal_lm", with_weights: bool = True
+) -> LoadedModel:
+    """A model built from a checkpoint's own files; neither a hub nor the base model is needed.
+
+    Args:
+        reader: of the engine's own folder.
+        tokenizer: from `load_tokenizer_from_checkpoint`.
+        with_weights: `False` leaves the weights undefined, for an engine whose `restore` is called next.
+
+    Raises:
+        ModelError: the folder cannot be read as a model, or does not fit the configuration.
+        CheckpointError: the weights do not fit the model that the folder describes.
+    """
+    files = _small_files_of(reader)
+    with _unpacked(files) as folder, _loading("the checkpoint's weights folder"):
+        with no_init_weights():
+            model = _auto(kind).from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        if GENERATION_FILE in files:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.tie_weights()
+    model.eval()
+    if with_weights:
+        copy_exactly(reader.tensors(f"weights/{WEIGHTS_FILE}"), weights_by_name(model), f"weights/{WEIGHTS_FILE}")
+    check_fits(model, tokenizer, config.max_total_sequence_length, "the checkpoint")
+    return LoadedModel(model, tokenizer, files, "the checkpoint")
+
+
+def load_tokenizer_from_checkpoint(reader: Reader) -> Any:
+    """The tokenizer, with its chat template, that the checkpoint was made with. `reader`: of the engine's folder."""
+    with _unpacked(_small_files_of(reader)) as folder, _loading("the checkpoint's tokenizer"):
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def _small_files_of(reader: Reader) -> dict[str, bytes]:
+    weights = reader.under("weights")
+    return {name: weights.bytes(name) for name in weights.files() if not name.endswith(".safetensors")}
+
+
+@contextmanager
+def _unpacked(files: Mapping[str, bytes]) -> Iterator[Path]:
+    """Transformers reads folders, so the files stand in one for a moment. A reader's names stay inside its folder."""
+    with TemporaryDirectory() as folder:
+        for name, data in files.items():
+            path = Path(folder) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        yield Path(folder)
+
+
+def load_tokenizer(config: EngineConfig) -> Any:
+    """The configured tokenizer with the configured chat template. No token is ever added to it.
+
+    Raises:
+        ModelError: tokenizer or template cannot be found or loaded.
+    """
+    name = config.tokenizer.name or config.model_name
+    assert name is not None
+    folder = _resolve(name, "policy.tokenizer.name" if config.tokenizer.name else "policy.model_name")
+    with _loading(f"the tokenizer of {name}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    if config.tokenizer.chat_template is not None:
+        tokenizer.chat_template = _template(config.tokenizer.chat_template)
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        logger.info(
+            "the tokenizer of %s has no pad token: %r (end of sequence) stands in. Padding is masked by "
+            "length, so a real end of sequence is still trained on",
+            name,
+            tokenizer.eos_token,
+        )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def check_fits(model: Any, tokenizer: Any, max_total_sequence_length: int, source: str) -> None:
+    """Raises `ModelError` when the tokenizer has ids that the model lacks, or rows may be longer than it can read."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= rows:
+        raise ModelError(
+            f"the tokenizer has ids up to {highest} but {source} has embeddings for {rows} tokens: use the "
+            "model's own tokenizer, or a model with at least as many embeddings"
+        )
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and 0 < limit < max_total_sequence_length:
+        raise ModelError(
+            f"max_total_sequence_length is {max_total_sequence_length} but {source} reads at most {limit} "
+            "tokens (its max_position_embeddings): lower max_total_sequence_length"
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes cuda, else mps, else cpu. Raises `ModelError` when what was asked for is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(device for device, available in there.items() if available))
+    if not there[name]:
+        raise ModelError(f"device {name} was asked for and is not available here: expected auto or cpu")
+    return torch.device(name)
+
+
+def _resolve(name: str, key: str) -> Path:
+    """The local folder for a path or a hub name, downloading it if need be."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        hint = "; turn a GGUF file into a folder with: surefoot model import" if folder.suffix == ".gguf" else ""
+        raise ModelError(f"{key}: {name} is a file; expected a folder or a hub name{hint}")
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(f"{key}: there is no folder {folder.absolute()}")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+    except Exception as error:
+        raise ModelError(
+            f"{key}: {name} is neither a folder under {Path.cwd()} nor in the local hub cache, and it "
+            f"could not be downloaded ({str(error).splitlines()[0]}). Give a local folder, or download it "
+            f"first on a machine with network: hf download {name}"
+        ) from error
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """Whatever a broken file makes a library raise becomes an error that says which file. No progress bars."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{what} cannot be loaded: {error}") from error
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _auto(kind: Kind) -> Any:
+    return AutoModelForCausalLM if kind == "causal_lm" else AutoModelForSequenceClassification
+
+
+@contextmanager
+def _drawn_from(seed: int) -> Iterator[None]:
+    """Random weights that neither depend on the global random state nor change it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "init"))
+        yield
+
+
+def _pretrained(folder: Path, seed: int, kind: Kind) -> Any:
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(f"{folder} holds an adapter; expected a whole model: merge the adapter into its base first")
+    with _loading(f"the model in {folder}"), _drawn_from(seed):
+        hf_config = AutoConfig.from_pretrained(folder)
+        if getattr(hf_config, "quantization_config", None) is not None:
+            raise ModelError(f"the model in {folder} is quantized; expected float weights, which can be trained")
+        if kind == "scalar":
+            hf_config.num_labels = 1
+        model, report = _auto(kind).from_pretrained(
+            folder, config=hf_config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    missing = sorted(report["missing_keys"])
+    if kind == "scalar" and missing == ["score.weight"]:
+        logger.info("%s has no score head: a new one is drawn from the run's seed", folder)
+    elif missing:
+        raise ModelError(
+            f"the weights in {folder} lack {len(missing)} tensors that {type(model).__name__} needs and "
+            f"that would be random: {', '.join(missing[:5])}"
+        )
+    unexpected = sorted(key for key in report["unexpected_keys"] if kind == "causal_lm" or "lm_head" not in key)
+    if unexpected:
+        logger.warning(
+            "the weights in %s hold %d tensors that %s does not use: %s",
+            folder,
+            len(unexpected),
+            type(model).__name__,
+            ", ".join(unexpected[:5]),
+        )
+    # Names in the file follow from the architecture alone, not from the file that was loaded.
+    model._weight_conversions = None
+    return model
+
+
+def _random(model_init: Mapping[str, Any], tokenizer: Any, seed: int, kind: Kind) -> Any:
+    """Where `model_init` is silent, the vocabulary's size and the special tokens' ids are the tokenizer's."""
+    settings = dict(model_init)
+    model_type = settings.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
+        raise ModelError(f"model_init.model_type: Transformers knows no {model_type!r}" + _did_you_mean(near))
+    defaults = CONFIG_MAPPING[model_type]
+    known = {*defaults().to_dict(), *defaults.attribute_map, "num_labels", "rope_theta", "rope_scaling"}
+    for key in settings.keys() - known:
+        near = difflib.get_close_matches(key, known, n=1)
+        raise ModelError(f"model_init.{key}: {model_type} has no such setting" + _did_you_mean(near))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        settings.setdefault(name, getattr(tokenizer, name))
+    settings.setdefault("vocab_size", max(tokenizer.get_vocab().values()) + 1)
+    if kind == "scalar":
+        settings["num_labels"] = 1
+    with _loading(f"model_init ({model_init})"), _drawn_from(seed):
+        model = _auto(kind).from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32)
+    model.eval()
+    return model
+
+
+def _did_you_mean(near: list[str]) -> str:
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _template(given: str) -> str:
+    """Jinja text as it stands, or the text of the file it names."""
+    if "{" in given or "\n" in given:
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ModelError(f"tokenizer.chat_template: {path.absolute()} is no file; expected a Jinja file or its text")
+    return path.read_text(encoding="utf-8")
+
+
+def _own_storage(model: Any) -> None:
+    """Loaded tensors may be windows on the file: training must not depend on a file that others can change."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+
+
+def _agree_on_tying(model: Any) -> None:
+    """Make the configuration's flag true: a file with two different embeddings is not tied, whatever it claims."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return
+    tied = head.weight is model.get_input_embeddings().weight
+    if bool(getattr(model.config, "tie_word_embeddings", False)) != tied:
+        logger.warning("tie_word_embeddings is set to %s: that is what the loaded weights are", tied)
+        model.config.tie_word_embeddings = tied

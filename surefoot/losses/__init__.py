@@ -1,0 +1,1 @@
+"""Losses: pure functions of a model's outputs and the rows' columns."""

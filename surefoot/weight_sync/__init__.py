@@ -1,0 +1,1 @@
+"""How weights travel from the engine that trains to the generators."""

@@ -1,0 +1,294 @@
+"""What every kind of file gives, and what is said about files and rows that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot.config import DatasetConfig
+from surefoot.data.datasets import read
+from surefoot.data.rows import BadRow, Row, RowChecker, RowError
+from surefoot.errors import ConfigError, DataError
+
+GOOD = {"prompt": "q", "completion": "a"}
+
+
+def values(path: Path, **options: Any) -> list[Any]:
+    rows, _ = read(DatasetConfig(path=str(path), **options))
+    return [str(row.value) if isinstance(row.value, BadRow) else row.value for row in rows]
+
+
+def check(value: Any, columns: dict[str, str] | None = None, *, as_chat: bool = True) -> Row:
+    return RowChecker(columns or {}, as_chat=as_chat).check(0, "f:1", value)
+
+
+def refused(value: Any, columns: dict[str, str] | None = None) -> RowError:
+    with pytest.raises(RowError) as caught:
+        check(value, columns)
+    return caught.value
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "completion": f"a{i}", "level": i} for i in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "many")
+    for name in ("a.jsonl", "a.json", "a.parquet", "one", "many"):
+        assert values(tmp_path / name) == rows, name
+        assert values(tmp_path / name, max_rows=2) == rows[:2], name
+
+
+def test_splits_of_a_folder(tmp_path: Path) -> None:
+    splits = {name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "d")
+    assert values(tmp_path / "d", split="test") == [{"text": "test"}]
+    with pytest.raises(DataError, match=r"expected `split:` to be one of train, test"):
+        values(tmp_path / "d")
+    with pytest.raises(DataError, match=r"found split: 'dev', expected one of train, test"):
+        values(tmp_path / "d", split="dev")
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(DataError, match=r"trian\.jsonl: no such file; did you mean train\.jsonl"):
+        values(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match="no such file, and no folder"):
+        values(tmp_path / "nowhere" / "train.jsonl")
+
+
+def test_a_folder_that_datasets_did_not_write_names_its_files(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(DataError, match=r"save_to_disk; it holds train\.jsonl"):
+        values(tmp_path)
+
+
+def test_an_unknown_ending_and_a_split_of_a_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(DataError, match=r"expected a name ending in \.jsonl"):
+        values(tmp_path / "a.csv")
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(DataError, match="a single file has no splits"):
+        values(tmp_path / "a.jsonl", split="train")
+
+
+def test_a_hub_name_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, split: str | None) -> None:
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(DataError, match=r"org/set: no such file or folder here.*ConnectionError: no route to the hub"):
+        read(DatasetConfig(path="org/set", split="train"))
+
+
+def test_a_cut_parquet_file(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([GOOD] * 50), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole[:-30])
+    with pytest.raises(DataError, match=r"a\.parquet: not a whole Parquet file"):
+        values(tmp_path / "a.parquet")
+
+
+# --------------------------------------------------------------------------------------------------------- JSON, JSONL
+
+
+def test_bad_lines_are_reported_by_line_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "one"}\r\n'  # a byte order mark where it belongs
+        b'{"messages":[{"role":"user","content":"hi"}\n'  # cut
+        b"\n"
+        b'\xef\xbb\xbf{"text": "two"}\n'  # a byte order mark in the middle
+        b'{"text": "\xff"}\n'
+        b'{"text": "a", "text": "b"}\n'
+        b"{'text': 1}\n"
+        b'{"text": "three"}\n'
+        b"\n  \n"
+    )
+    found = values(path)
+    assert found[0] == {"text": "one"}
+    assert found[1].startswith(f"{path}:2: expected one JSON object: it ends too early")
+    assert found[2] == f"{path}:3: expected an object, found nothing"
+    assert "byte order mark in the middle" in found[3]
+    assert found[4] == f"{path}:5: expected UTF-8, found the byte 0xff"
+    assert found[5] == f"{path}:6: the key 'text' comes twice in one object"
+    assert found[6].startswith(f"{path}:7: expected one JSON object: Expecting property name")
+    assert found[7:] == [{"text": "three"}]
+
+
+def test_a_number_with_too_many_digits_and_deep_nesting_are_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": ' + "9" * 5000 + '}\n{"x": ' + "[" * 100_000 + "\n")
+    assert ["expected one JSON object" in row for row in values(tmp_path / "a.jsonl")] == [True, True]
+
+
+def test_row_indices_are_line_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    rows, total = read(DatasetConfig(path=str(tmp_path / "a.jsonl")))
+    assert [row.index for row in rows] == [0, 1, 2]
+    assert total is not None and total >= 3
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[{"text": "a"},\n{"text": "b"', "not valid JSON in row 1, which begins in line 2"),
+        ('[{"text": "a"}\n{"text": "b"}]', "not valid JSON after row 0: expected ',' or ']'"),
+        ('[{"text": "a"}', "after row 0: expected ',' or ']', found the end of the file"),
+        ('[{"text": "a"},]', "not valid JSON in row 1"),
+        ('[{"text": "a"}] x', "expected nothing after the array"),
+        ('[{"text": "a", "text": "b"}]', "the key 'text' comes twice"),
+        ('{"text": "a"}\n{"text": "b"}', "for one object per line say `format: jsonl`"),
+    ],
+)
+def test_a_broken_json_array(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError) as caught:
+        values(tmp_path / "a.json")
+    assert problem in str(caught.value)
+
+
+def test_rows_of_a_json_array_know_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('\ufeff[\n {"text":\n "a"},\n\n 5]\n', encoding="utf-8")
+    rows, _ = read(DatasetConfig(path=str(tmp_path / "a.json")))
+    assert [(row.where.rpartition("a.json")[2], row.value) for row in rows] == [
+        (":2 (row 0)", {"text": "a"}),
+        (":5 (row 1)", 5),
+    ]
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=5) | st.none()), max_size=6))
+def test_a_json_array_and_jsonl_give_back_what_was_written(tmp_path_factory: Any, rows: list[Any]) -> None:
+    folder = tmp_path_factory.mktemp("json")
+    (folder / "a.json").write_text(json.dumps(rows, indent=2))
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert values(folder / "a.json") == rows
+    assert values(folder / "a.jsonl") == rows
+
+
+def test_an_empty_array_has_no_rows(tmp_path: Path) -> None:
+    for text in ("[]", " [ ] ", ""):
+        (tmp_path / "a.json").write_text(text)
+        assert values(tmp_path / "a.json") == []
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "reason"),
+    [
+        ({"value": 5}, "found object {'value': 5}", "wrong type in completion"),
+        (5, "found number 5", "wrong type in completion"),
+        (None, "found null", "wrong type in completion"),
+        (True, "found boolean True", "wrong type in completion"),
+        (float("nan"), "found number nan", "wrong type in completion"),
+        ([], "found an empty list", "empty completion"),
+        ("", "found an empty string", "empty completion"),
+        ("half \ud83d", "lone surrogate U+D83D", "lone surrogate in completion"),
+    ],
+)
+def test_an_answer_that_is_no_text_names_the_field_and_what_was_found(answer: Any, found: str, reason: str) -> None:
+    error = refused({"prompt": "Sum of 2 and 3?", "response": answer}, {"completion": "response"})
+    assert "'response' (the completion)" in error.detail
+    assert found in error.detail
+    assert error.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (5, "expected an object with `messages`, or `prompt` and `completion`, or `text`, found number 5"),
+        ([GOOD], "found list"),
+        ({}, "found the keys (none)"),
+        ({"prompt": "q", "response": "a"}, "missing key 'completion', found the keys 'prompt', 'response'"),
+        ({"question": "q"}, "`columns: {prompt: their_name, completion: their_name}` maps other names"),
+        ({"messages": []}, "field 'messages': expected at least one message, found an empty list"),
+        ({"messages": "hi"}, "field 'messages': expected a list of messages, found string 'hi'"),
+        ({"messages": ["hi"]}, "field 'messages'[0]: expected an object with role and content, found string 'hi'"),
+        ({"messages": [{"content": "hi"}]}, "field 'messages'[0].role: expected a string, found null"),
+        ({"messages": [{"from": "human", "value": "hi"}]}, "'messages'[0].role"),
+        ({"messages": [{"role": "user"}]}, "field 'messages'[0].content: expected a string, found null"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "expected text, found an empty string"),
+        ({"messages": [{"role": "user", "content": 3}]}, "field 'messages'[0].content: expected a string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "found a block of type 'image'"),
+        ({"messages": [{"role": "user", "content": "\udc00"}]}, "lone surrogate U+DC00"),
+        ({"messages": [{"role": "user", "content": "q", "x": float("inf")}]}, "expected plain JSON values"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "expected a list of objects, found string 'x'"),
+        ({"messages": [{"role": "user", "content": "q"}], "tools": "{bad"}, "field 'tools': expected JSON text"),
+        ({"messages": [{"role": "user", "content": "q"}], "tools": {"a": 1}}, "field 'tools': expected a list of obj"),
+        ({"text": {"a": 1}}, "field 'text': expected a string, found object"),
+        ({"text": ""}, "field 'text': expected text, found an empty string"),
+    ],
+)
+def test_every_other_bad_row(row: Any, problem: str) -> None:
+    assert problem in refused(row).detail
+
+
+def test_columns_are_mapped_and_the_others_are_kept() -> None:
+    row = check(
+        {"question": "q", "answer": "a", "prompt": "old", "level": 3}, {"prompt": "question", "completion": "answer"}
+    )
+    assert row.messages == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert row.extra == {"prompt": "old", "level": 3} or row.extra == {"level": 3}
+    assert row.extra["level"] == 3
+
+
+def test_a_mapped_column_that_is_missing_and_a_name_that_is_not_ours() -> None:
+    error = refused({"question": "q"}, {"prompt": "question", "completion": "answer"})
+    assert error.detail == "missing key 'answer' (the completion), found the keys 'question'"
+    with pytest.raises(ConfigError, match="found 'anwser', expected our names"):
+        check(GOOD, {"anwser": "completion"})
+
+
+def test_the_first_row_fixes_the_kind() -> None:
+    checker = RowChecker({}, as_chat=True)
+    checker.check(0, "f:1", {"prompt": "q", "completion": "a", "text": "t"})
+    with pytest.raises(RowError, match="missing key 'completion'"):
+        checker.check(1, "f:2", {"prompt": "q", "text": "t"})
+
+
+def test_prompt_and_completion_may_be_strings_or_messages() -> None:
+    asked, answered = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    for prompt in ("q", asked):
+        for completion in ("a", answered):
+            row = check({"prompt": prompt, "completion": completion})
+            assert (row.messages, row.answers) == (asked + answered, 1)
+    plain = check(GOOD, as_chat=False)
+    assert (plain.messages, plain.prompt, plain.completion) == (None, "q", "a")
+
+
+def test_messages_are_made_plain() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    row = check(
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    "name": None,
+                },
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+            ],
+            "tools": '[{"name": "f"}]',
+        }
+    )
+    assert row.messages == [
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+    ]
+    assert row.tools == [{"name": "f"}]

@@ -1,0 +1,91 @@
+"""Tiny real runs: real data files, a real tokenizer and model, the real command-line configuration.
+
+`EXTRA` says what each algorithm needs besides; the tests that list `surefoot/algorithms` look a new one up here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from surefoot import build, loop
+from surefoot.config import RunConfig
+from surefoot.config_file import parse_config
+from surefoot.demo import task
+from surefoot.run import Outcome, Run
+
+# Algorithm -> what its configuration has besides the common part.
+EXTRA: dict[str, dict[str, Any]] = {"sft": {"sft": {"val_batch_size": 4}}}
+
+NUM_ROWS = 20
+
+
+def write_project(folder: Path, *, algorithm: str = "sft", num_rows: int = NUM_ROWS, num_heldout: int = 6) -> Path:
+    """Data, a tokenizer and `config.yaml` in `folder`; returns the configuration's path."""
+    task.write_dataset(folder / "train.jsonl", folder / "heldout.jsonl", 0, num_rows, num_heldout)
+    task.train_tokenizer(task.read_rows(folder / "train.jsonl"), folder / "tokenizer")
+    values = {
+        "algorithm": algorithm,
+        "run_dir": str(folder / "run"),
+        "seed": 7,
+        "max_num_steps": 6,
+        "val_period": 2,
+        "policy": {
+            "model_init": {**task.model_init(hidden_size=16, num_layers=1), "intermediate_size": 32},
+            "tokenizer": {"name": str(folder / "tokenizer")},
+            "train_global_batch_size": 4,
+            "train_micro_batch_size": 2,
+            "max_total_sequence_length": 32,
+            "num_threads": 1,
+            "optimizer": {"lr": 1e-2, "weight_decay": 0.1},
+            "scheduler": {"name": "cosine", "warmup_steps": 2},
+        },
+        "data": {
+            "train": {"path": str(folder / "train.jsonl")},
+            "validation": {"heldout": {"path": str(folder / "heldout.jsonl")}},
+        },
+        "checkpointing": {"save_period": 2},
+        "logger": {"progress": "off", "tensorboard": False},
+        **EXTRA[algorithm],
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    return file
+
+
+def config_of(file: Path, *overrides: str) -> RunConfig:
+    return parse_config(yaml.safe_load(file.read_text()), overrides)
+
+
+def started(file: Path, *overrides: str) -> Run:
+    return build.start(config_of(file, *overrides), console=quiet())
+
+
+def resumed(run_dir: Path, *overrides: str, **options: Any) -> Run:
+    return build.resume(run_dir, overrides, console=quiet(), **options)
+
+
+def trained(file: Path, *overrides: str) -> Outcome:
+    return loop.train(started(file, *overrides))
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def metric_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl without its timings: what must be the same bit for bit."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "timing"} for line in lines]
+
+
+def state_bytes(checkpoint: Path) -> dict[str, bytes]:
+    """Every file that holds the state of training. Manifest, configuration and reports name their run, so they differ."""
+    parts = ("policy", "value", "source", "plane", "clock", "algorithm")
+    files = (path for part in parts for path in sorted((checkpoint / part).rglob("*")) if path.is_file())
+    return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in files}

@@ -1,0 +1,162 @@
+"""A resumed run equals the straight one bit for bit: weights, optimizer state, position and every metric."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from surefoot import loop
+from surefoot.config_file import algorithm_names
+from surefoot.errors import CheckpointError, ConfigError, CorruptCheckpoint, NothingTrained, ResumeRefused
+from tests.helpers import runs
+
+STEPS = 8  # of 5 in an epoch: the resumed part crosses into the second epoch
+
+
+@pytest.fixture(scope="module", params=algorithm_names())
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A straight run of each algorithm; its configuration file."""
+    file = runs.write_project(tmp_path_factory.mktemp("straight"), algorithm=request.param)
+    runs.trained(file, f"max_num_steps={STEPS}", "checkpointing.save_period=1")
+    return file
+
+
+def final_state(run_dir: Path, step: int = STEPS) -> dict[str, bytes]:
+    return runs.state_bytes(run_dir / "checkpoints" / f"step_{step}")
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 5, 7])
+def test_stopped_at_any_step_and_resumed(straight: Path, tmp_path: Path, stop_at: int) -> None:
+    run_dir = tmp_path / "run"
+    common = (f"run_dir={run_dir}", "checkpointing.save_period=1", "policy.scheduler.decay_steps=8")
+    runs.trained(straight, f"max_num_steps={stop_at}", *common)
+    loop.train(runs.resumed(run_dir, f"max_num_steps={STEPS}"))
+    whole = straight.parent / "run"
+    assert final_state(run_dir) == final_state(whole)
+    assert runs.metric_lines(run_dir) == runs.metric_lines(whole)
+
+
+def test_resumed_many_times_from_named_checkpoints(straight: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", f"max_num_steps={STEPS}", "checkpointing.save_period=1")
+    for step in (6, 2, 4):
+        loop.train(runs.resumed(run_dir, checkpoint=run_dir / "checkpoints" / f"step_{step}"))
+        assert final_state(run_dir) == final_state(straight.parent / "run")
+        assert runs.metric_lines(run_dir) == runs.metric_lines(straight.parent / "run")
+    aside = sorted(path.name for path in run_dir.glob("metrics.after_step_*"))
+    assert len(aside) == 3, "each resume sets the left-behind lines aside and keeps them"
+
+
+def test_a_run_without_a_checkpoint_starts_again_from_step_0(straight: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=3", "checkpointing.enabled=false")
+    run = runs.resumed(run_dir, f"max_num_steps={STEPS}", "checkpointing.enabled=true", "checkpointing.save_period=1")
+    assert run.clock.step == 0
+    loop.train(run)
+    assert len([line for line in runs.metric_lines(run_dir) if line["kind"] == "train"]) == STEPS
+
+
+def test_a_finished_run_says_what_to_do(straight: Path) -> None:
+    with pytest.raises(NothingTrained, match="no training step was done: max_num_steps"):
+        loop.train(runs.resumed(straight.parent / "run"))
+
+
+def test_a_broken_newest_is_skipped_loudly(straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = tmp_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", f"max_num_steps={STEPS}", "checkpointing.save_period=1")
+    broken = run_dir / "checkpoints" / f"step_{STEPS}" / "policy" / "weights" / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    run = runs.resumed(run_dir)
+    assert run.clock.step == STEPS - 1
+    assert any(f"step_{STEPS}" in record.message and "SKIPPED" in record.message for record in caplog.records)
+    loop.train(run)
+    assert final_state(run_dir) == final_state(straight.parent / "run")
+
+
+def test_a_broken_checkpoint_named_explicitly_is_an_error(straight: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2")
+    (run_dir / "checkpoints" / "step_2" / "clock" / "clock.json").unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"clock\.json"):
+        runs.resumed(run_dir, checkpoint=run_dir / "checkpoints" / "step_2")
+
+
+def test_a_branch_left_behind_is_never_picked_up(straight: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=6")
+    run = runs.resumed(run_dir, "max_num_steps=7", checkpoint=run_dir / "checkpoints" / "step_2")
+    run.checkpoints.shutdown()  # the second attempt dies before its first save
+    assert runs.resumed(run_dir, "max_num_steps=7").clock.step == 2
+    assert (run_dir / "checkpoints" / "step_6").is_dir(), "nothing of the old branch is deleted"
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("policy.optimizer.lr=0.5", ("policy.optimizer.lr", "0.01", "0.5")),
+        ("policy.train_global_batch_size=8", ("policy.train_global_batch_size", "4", "8")),
+        ("seed=8", ("seed", "7", "8")),
+        ("policy.model_init.hidden_size=32", ("policy.model_init.hidden_size", "16", "32")),
+        ("data.train_on=last_assistant", ("data.train_on", "all_assistant", "last_assistant")),
+    ],
+)
+def test_what_may_not_change_is_refused_with_both_values(
+    straight: Path, override: str, named: tuple[str, str, str]
+) -> None:
+    with pytest.raises(ResumeRefused) as caught:
+        runs.resumed(straight.parent / "run", override)
+    assert all(word in str(caught.value) for word in named)
+
+
+def test_other_data_is_refused_unless_allowed(straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = tmp_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2")
+    lines = (straight.parent / "train.jsonl").read_text().splitlines()
+    other = tmp_path / "other.jsonl"
+    for count in (3, 20):
+        other.write_text("\n".join([*lines[-count:][::-1]]))
+        with pytest.raises(ResumeRefused, match="dataset: the checkpoint was written with"):
+            runs.resumed(run_dir, f"data.train.path={other}", "max_num_steps=4")
+    run = runs.resumed(run_dir, f"data.train.path={other}", "max_num_steps=4", allow=frozenset({"dataset"}))
+    assert any("starts again at row 0" in record.message for record in caplog.records)
+    assert loop.train(run).steps == 2
+
+
+def test_the_same_data_elsewhere_goes_on(straight: Path, tmp_path: Path) -> None:
+    run_dir, moved = tmp_path / "run", tmp_path / "moved.jsonl"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2")
+    moved.write_bytes((straight.parent / "train.jsonl").read_bytes())
+    assert loop.train(runs.resumed(run_dir, f"data.train.path={moved}", "max_num_steps=3")).steps == 1
+
+
+def test_without_optimizer_state_there_is_no_resume(straight: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2", "checkpointing.save_optimizer=false")
+    with pytest.raises(ResumeRefused, match="save_optimizer"):
+        runs.resumed(run_dir, "max_num_steps=3")
+
+
+def test_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        runs.resumed(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"it has no config\.yaml"):
+        runs.resumed(tmp_path)
+
+
+def test_a_run_in_use_is_not_resumed(straight: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run = runs.started(straight, f"run_dir={run_dir}")
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        runs.resumed(run_dir)
+    loop.train(run)
+
+
+def test_the_learning_rate_goes_on_where_it_was(straight: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=4", "policy.scheduler.decay_steps=8")
+    loop.train(runs.resumed(run_dir, "max_num_steps=8"))
+    rates = [json.loads(line).get("lr") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    whole = [json.loads(line).get("lr") for line in (straight.parent / "run/metrics.jsonl").read_text().splitlines()]
+    assert [r for r in rates if r is not None] == [r for r in whole if r is not None]
