@@ -31,7 +31,7 @@ from surefoot.data.prepare import Dataset, prepare
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import models
 from surefoot.engine.local import LocalEngine
-from surefoot.errors import ResumeRefused
+from surefoot.errors import CheckpointError, ResumeRefused
 from surefoot.fingerprints import fingerprints
 from surefoot.report import RunReport, configure_logging
 from surefoot.report.preparing import preparing
@@ -184,8 +184,14 @@ def _total_steps(config: RunConfig, source: Source) -> int | None:
 def _report(config: RunConfig, manager: CheckpointManager, total_steps: int | None, console: Console) -> RunReport:
     """Made last: it writes the first files of the run."""
     run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_small_file(run_dir / folders.CONFIG_FILE, config_as_yaml(config).encode())
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_small_file(run_dir / folders.CONFIG_FILE, config_as_yaml(config).encode())
+    except OSError as error:
+        raise CheckpointError(
+            f"{run_dir} cannot be written to: {error.strerror or error}. "
+            f"Make room, or make it writable, or name another folder as run_dir."
+        ) from error
     missed = manager.policy.missed_validations(config.checkpointing.metric_name, config.val_period)
     if missed is not None:
         _log.warning(missed)

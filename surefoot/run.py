@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from surefoot.types import Algorithm, Clock, Kit, Metrics, Saveable, Source, WeightSync
 
-
-class Checkpoints(AbstractContextManager[Any], Protocol):
-    """What the loop needs of the checkpoint manager. Leaving its `with` block shuts it down."""
-
-    @property
-    def save_lock(self) -> Any: ...
-
-    def raise_if_finalization_failed(self) -> None: ...
-
-    def offer(self, step: int, training_info: Mapping[str, Any], parts: Mapping[str, Saveable], final: bool) -> float:
-        """Save if the policy says that this step is due, or if `final` and this step is not saved yet. Waits for the
-        save before, settles and captures all parts, and returns while they are written in the background.
-
-        Returns:
-            Seconds that training was held up.
-        """
-        ...
-
-    def rescue(self, step: int, training_info: Mapping[str, Any], parts: Mapping[str, Saveable]) -> Path | None:
-        """Save synchronously under `rescue_dir`. `None` when no such directory is configured."""
-        ...
-
-    def shutdown(self) -> None: ...
+if TYPE_CHECKING:
+    from surefoot.checkpoint import CheckpointManager
 
 
 class Report(Saveable, AbstractContextManager[Any], Protocol):
@@ -84,7 +61,7 @@ class Run:
     kit: Kit
     source: Source
     sync: WeightSync
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     report: Report
     stop: Stop
     limits: Limits

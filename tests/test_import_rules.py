@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors"},
     "config": EVERYONE,
     "config_file": PARSED,
-    "run": {"types"},
+    "run": {"types", "checkpoint"},  # the manager by name, for annotations
     "loop": {"run", "types", "errors"},
     "stop": RECORDS,
     "run_dir": EVERYONE,

@@ -22,15 +22,17 @@ class Finalization:
     def __init__(self, path: Path, step: int, work: Callable[[], None]) -> None:
         self.path = path
         self.step = step
-        self._work = work
+        self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
         self._finished = False
         self._thread = threading.Thread(target=self._run, name=f"save-step-{step}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        work, self._work = self._work, None  # what it captured is let go when it is done
         try:
-            self._work()
+            if work is not None:
+                work()
         except BaseException as error:
             self._error = error
         else:

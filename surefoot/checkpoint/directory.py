@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from surefoot.checkpoint import storage
-from surefoot.checkpoint.commit import TRASH, step_of
+from surefoot.checkpoint.commit import step_of
 from surefoot.checkpoint.lineage import Attempt
 from surefoot.checkpoint.manifest import Manifest, read_manifest, structure_problems
 from surefoot.checkpoint.reader import LocalReader
@@ -27,70 +27,82 @@ TMP_PREFIX = "tmp_"
 
 
 class DirectoryLock:
-    """One run per directory. The kernel drops the lock when the process ends, however it ends; forked children do not
-    inherit it.
+    """One run per directory, which is made if need be. The kernel drops the lock when the process ends, however it
+    ends; forked children do not inherit it.
 
     Raises:
-        CheckpointError: another process holds it; the message names its pid.
+        CheckpointError: another process holds it (the message names its pid), or the directory cannot be used.
     """
 
     _held: ClassVar[weakref.WeakSet[DirectoryLock]] = weakref.WeakSet()
 
     def __init__(self, directory: Path) -> None:
         path = directory / LOCK
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _unusable(directory, error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.read(self._descriptor, 32).decode(errors="replace").strip() or "unknown"
-            self.release()
+            self._close()
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise CheckpointError(f"{path} cannot be locked: {error.strerror}") from error
             raise CheckpointError(
                 f"{directory} is in use by another run (pid {holder}). Wait for it to end, or choose another directory."
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            self.release()
+            raise _unusable(directory, error) from error
         DirectoryLock._held.add(self)
 
     def release(self) -> None:
         if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing would not do: a child may be forking just now
+            self._close()
+
+    def _close(self) -> None:
+        os.close(self._descriptor)
+        self._descriptor = -1
 
     @classmethod
     def _forget_in_child(cls) -> None:
-        for lock in list(cls._held):
-            lock.release()
+        """The child's copy of the descriptor would keep the lock after the parent's death."""
+        for lock in cls._held:
+            if lock._descriptor >= 0:
+                lock._close()
 
 
 os.register_at_fork(after_in_child=DirectoryLock._forget_in_child)
 
 
-def prepare_directory(directory: Path) -> None:
-    """Make the directory if need be, and prove that files can be written, synced and renamed in it.
+def prove_usable(directory: Path) -> None:
+    """Prove that files can be written, synced and renamed in the directory. Its lock is held.
 
     Raises:
-        CheckpointError: it cannot be used, with the reason.
+        CheckpointError: not so, with the reason.
     """
-    probe, renamed = directory / f".probe_{os.getpid()}", directory / f".probe_{os.getpid()}_renamed"
+    probe, renamed = (directory / f"{LOCK}.probe{end}" for end in ("", "_renamed"))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            storage.write_all(descriptor, memoryview(b"probe"), probe)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        probe.rename(renamed)
+        probe.unlink(missing_ok=True)
+        storage.write_new_file(probe, b"probe")
+        probe.replace(renamed)
         storage.sync_directory(directory)
         renamed.unlink()
     except OSError as error:
-        probe.unlink(missing_ok=True) if directory.is_dir() else None
-        raise CheckpointError(
-            f"checkpoints cannot be written to {directory}: {error.strerror or error}. "
-            f"Set checkpointing.checkpoint_dir to a directory that this user may write to."
-        ) from error
+        raise _unusable(directory, error) from error
+
+
+def _unusable(directory: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoints cannot be written to {directory}: {error.strerror or error}. "
+        f"Set checkpointing.checkpoint_dir to a directory that this user may write to."
+    )
 
 
 def check_space(directory: Path, state_bytes: int, most_kept: int, already: int = 0) -> None:
@@ -119,7 +131,7 @@ def refuse_used(directory: Path) -> None:
     Raises:
         CheckpointError: names what was found.
     """
-    found = sorted(path.name for path in directory.iterdir() if path.name not in (LOCK, TRASH))
+    found = sorted(path.name for path in directory.iterdir() if not path.name.startswith(LOCK))
     if found:
         ours = any(step_of(name.removeprefix(TMP_PREFIX)) is not None for name in found)
         what = "another run's checkpoints" if ours else "files of something else"

@@ -9,6 +9,7 @@ stores, several ranks, copy-on-write capture.
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 import threading
 import time
@@ -55,7 +56,7 @@ class _Draft:
 
 
 class CheckpointManager:
-    """Implements `types.Checkpoints`. Making one touches nothing; `open` takes hold of the directory for a run.
+    """Saves, keeps and finds checkpoints. Making one touches nothing; `open` takes hold of the directory for a run.
 
     Two threads may use it: the loop, and a pump that waits for finalizations. `save_lock` is what a save and the loop's
     poll share; whoever holds it may call anything here but `offer` and `rescue`, which take it themselves.
@@ -100,6 +101,7 @@ class CheckpointManager:
         self._renaming = threading.Lock()  # commits and pruning see a directory that holds still
         self._deleting = threading.Lock()
         self._pruner: ThreadPoolExecutor | None = None
+        self._failed: set[Path] = set()  # temporary directories that are never tried again
         self._unsure: set[int] = set()  # steps whose commit failed half-way; the next start verifies them
         self._reported: set[tuple[int, str]] = set()
 
@@ -116,9 +118,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: another run uses it, it holds something, it cannot be written to, or it is too small.
         """
-        directory.prepare_directory(self.checkpoint_dir)
         self._directory_lock = self._directory_lock or directory.DirectoryLock(self.checkpoint_dir)
         try:
+            directory.prove_usable(self.checkpoint_dir)
             if not resume:
                 directory.refuse_used(self.checkpoint_dir)
             for path in commit.recover_swaps(self.checkpoint_dir):
@@ -172,31 +174,30 @@ class CheckpointManager:
 
     # -------------------------------------------------------------------------------------------------- saving
 
-    def offer(self, step: int, training_info: Mapping[str, Any], parts: Mapping[str, Saveable], final: bool) -> float:
-        """See `types.Checkpoints`.
+    def offer(self, step: int, training_info: Mapping[str, Any], parts: Mapping[str, Saveable], final: bool) -> None:
+        """Save if the policy says that this step is due, or if it is the run's `final` one, and it is not saved yet.
+
+        Waits for the save before, settles and captures all parts, and returns while they are written.
 
         Raises:
             SaveFailed: the save before this one failed, or this one did before it got to the background.
         """
         if not self.config.enabled or not (final or self.policy.due(step)):
-            return 0.0
-        started_s = time.monotonic()
+            return
         with self.save_lock:
             self.finalize_pending()
             if not self._is_saved(step):
                 self.save(step, training_info, _captured(parts))
-        return time.monotonic() - started_s
 
     def rescue(self, step: int, training_info: Mapping[str, Any], parts: Mapping[str, Saveable]) -> Path | None:
-        """See `types.Checkpoints`. What is in `rescue_dir` already is never replaced."""
+        """Save synchronously under `rescue_dir`, where nothing is ever replaced. `None` when none is configured."""
         if self.config.rescue_dir is None:
             return None
         with self.save_lock:
             self.wait_for_finalization()
             top = Path(self.config.rescue_dir).absolute()
-            folders = (top, *(top / f"rescue_{number}" for number in range(1, 1000)))
+            folders = itertools.chain([top], (top / f"rescue_{number}" for number in itertools.count(1)))
             folder = next(folder for folder in folders if not (folder / f"step_{step}").exists())
-            directory.prepare_directory(folder)
             lock = directory.DirectoryLock(folder)
             try:
                 writers = _captured(parts)
@@ -215,6 +216,7 @@ class CheckpointManager:
         try:
             self.init_tmp_checkpoint(step, training_info)
         except (OSError, CheckpointError) as error:
+            self._tell(SaveEvent("failed", step, str(path), message=_in_words(error)))
             raise self._failure("Checkpoint save failed before it began", step, path, error) from error
         sink = self.sink(path)
         run = self.begin_finalization if self.config.is_async else self.finalize_checkpoint
@@ -231,6 +233,7 @@ class CheckpointManager:
             lineage.write_attempt(self.checkpoint_dir, self.attempt)
         draft = self._new_draft(self.checkpoint_dir, step, training_info, run_config)
         self._drafts[draft.path] = draft
+        self._failed.discard(draft.path)
         return draft.path
 
     def sink(self, path: str | Path) -> LocalSink:
@@ -276,6 +279,10 @@ class CheckpointManager:
         Raises:
             SaveFailed: from what the background work raised.
         """
+        if self._work is not None:
+            self._raise_recorded()
+
+    def _raise_recorded(self) -> None:
         work = self._work
         if work is None or not work.failed:
             return
@@ -290,7 +297,7 @@ class CheckpointManager:
     def finalize_pending(self) -> None:
         """Wait for the save in flight, not for pruning, and raise its failure."""
         self.wait_for_finalization()
-        self.raise_if_finalization_failed()
+        self._raise_recorded()
 
     def wait_for_finalization(self) -> None:
         """Wait for the save in flight. Neither raises its failure nor clears it."""
@@ -368,15 +375,19 @@ class CheckpointManager:
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
         """Delete what no rule keeps. Only complete checkpoints of the current line count, and only they are deleted."""
         with self._renaming:
-            complete = self._complete()
-            kept = self.retention.survivors(self._candidates(complete), exclude_latest)
-            gone = [info for info in complete if info.step not in kept]
+            _, gone = self.plan_pruning(exclude_latest)
             for info in gone:
                 commit.to_trash(info.path)
         with self._deleting:
             commit.empty_trash(self.checkpoint_dir)
         for info in gone:
             self._tell(SaveEvent("pruned", info.step, str(info.path)))
+
+    def plan_pruning(self, exclude_latest: bool = True) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
+        """The complete checkpoints that a rule keeps, and those that none does."""
+        complete = self._complete()
+        kept = self.retention.survivors(self._candidates(complete), exclude_latest)
+        return [i for i in complete if i.step in kept], [i for i in complete if i.step not in kept]
 
     # ----------------------------------------------------------------------------------------------- internals
 
@@ -393,14 +404,13 @@ class CheckpointManager:
         return draft
 
     def _draft(self, path: str | Path) -> _Draft:
-        given = Path(path)
-        for known in (given, given.absolute()):
-            if known in self._drafts:
-                return self._drafts[known]
+        given = Path(path).absolute()
         step = commit.step_of(given.name.removeprefix("tmp_"))
-        if step is None or not given.name.startswith("tmp_") or given.absolute().parent != self.checkpoint_dir:
+        if step is None or not given.name.startswith("tmp_") or given.parent != self.checkpoint_dir:
             raise CheckpointError(f"{given} is no tmp_step_<N> in {self.checkpoint_dir}; init_tmp_checkpoint makes one")
-        return self._drafts.setdefault(given.absolute(), _Draft(given.absolute(), step, {}))
+        if given in self._failed:
+            raise CheckpointError(f"{given} is what a failed save left; init_tmp_checkpoint starts a new one")
+        return self._drafts.setdefault(given, _Draft(given, step, {}))
 
     def _finalize(self, draft: _Draft, wait_fn: Callable[[], None] | None) -> None:
         self._tell(SaveEvent("writing", draft.step, str(draft.path)))
@@ -410,6 +420,7 @@ class CheckpointManager:
             manifest = self._complete_draft(draft)
             directory.write_status(self.checkpoint_dir, draft.final, manifest, draft.training_info)
         except BaseException as error:
+            self._failed.add(draft.path)
             self._tell(SaveEvent("failed", draft.step, str(draft.path), message=_in_words(error)))
             raise
         finally:
@@ -434,10 +445,12 @@ class CheckpointManager:
         with self._renaming:
             there = directory.inspect_checkpoint(draft.final, draft.step)
             ours = there.state == "complete" and there.manifest is not None and there.manifest.run_id == manifest.run_id
+            inode = draft.path.stat().st_ino
             try:
                 commit.commit(draft.path, draft.final, lambda old: self._retire(old, draft.final, ours))
             except BaseException:
-                self._unsure.add(draft.step)
+                if draft.final.exists() and draft.final.stat().st_ino == inode:
+                    self._unsure.add(draft.step)
                 raise
             self._unsure.discard(draft.step)
         return manifest
@@ -490,16 +503,15 @@ class CheckpointManager:
             safe = str(latest) if latest else "none"
         except Exception as problem:
             safe = f"unknown, {self.checkpoint_dir} cannot be read ({problem})"
-        left = path if path.exists() else path.with_name(f"step_{step}")
-        state = (
-            "is not committed" if left == path else "was renamed but may not survive a power cut; resume verifies it"
-        )
-        return SaveFailed(
-            f"{headline} at step {step}: {_in_words(error)}\n"
-            f"{left} {state} and stays for inspection. Newest safe checkpoint: {safe}.",
-            step=step,
-            path=str(left),
-        )
+        final = path.with_name(f"step_{step}")
+        if step in self._unsure:
+            left, state = final, "has its name but may not survive a power cut; the next start verifies it"
+        elif path.exists():
+            left, state = path, "is not committed; it stays for inspection until that step is saved again"
+        else:
+            left, state = path, "is committed, what comes after failed" if final.exists() else "was not even begun"
+        message = f"{headline} at step {step}: {_in_words(error)}\n{left} {state}. Newest safe checkpoint: {safe}."
+        return SaveFailed(message, step=step, path=str(left))
 
     def _warn(self, path: Path, message: str) -> None:
         _log.warning("%s %s", path, message)

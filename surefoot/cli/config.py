@@ -9,7 +9,7 @@ import typer
 app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
 
 CONFIG = typer.Argument(help="The run's YAML file.")
-OVERRIDES = typer.Argument(help="dotted.key=value …")
+OVERRIDES = typer.Argument([], help="dotted.key=value …")
 
 
 @app.command()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-OVERRIDES = typer.Argument(help="dotted.key=value …")
+OVERRIDES = typer.Argument([], help="dotted.key=value …")
 
 
 def train(

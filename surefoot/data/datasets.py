@@ -54,7 +54,8 @@ def _format(text: str) -> str:
         return FORMATS[path.suffix.lower()]
     if path.exists():
         raise DataError(f"{text}: expected a name ending in {', '.join(FORMATS)}; or say which it is with `format:`")
-    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
+    in_a_folder = "/" in text and path.parent.is_dir()
+    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) and not in_a_folder:
         return "hub"
     raise _missing(path)
 

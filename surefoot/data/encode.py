@@ -225,10 +225,10 @@ class Encoder:
         joined = [token for piece in pieces for token in piece]
         decode = self._tokenizer.decode
         if decode(joined, skip_special_tokens=False) != decode(ids, skip_special_tokens=False):
+            around = text.text[max(text.edges[0] - 15, 0) : text.edges[0] + 15]
             raise RowError(
                 "no token edge at an answer",
-                "no token edge lies where an answer begins or ends, and cutting there would change the text: "
-                f"{text.text[text.edges[0] - 15 : text.edges[0] + 15]!r}",
+                f"no token edge lies where an answer begins or ends, and to cut there changes the text: {around!r}",
             )
         return joined, [int(count) for count in np.cumsum([len(piece) for piece in pieces])[:-1]]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,7 @@ class Counts:
     trained_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dataset:
     """Token sequences and their loss masks, in file order, in flat arrays.
 
@@ -142,17 +143,26 @@ def prepare(
         if chunk:
             yield chunk
 
-    for rows, encoded in encode_chunks(chunks(), options, encoder, data.num_workers):
-        out.extend(encoded)
-        done += rows
-        if progress is not None:
-            progress(done + len(bad), total)
+    with closing(encode_chunks(chunks(), options, encoder, data.num_workers)) as results:
+        for rows, encoded in results:
+            out.extend(encoded)
+            done += rows
+            if progress is not None:
+                progress(done + len(bad), total)
     if progress is not None:
         progress(done + len(bad), done + len(bad))
     dataset = _assemble(config, out, done + len(bad), sorted(bad + out.bad, key=lambda row: row.index))
-    if data.system_prompt is not None and (checker.kind == "text" or (checker.kind == "prompt" and not as_chat)):
-        _log.warning("%s: data.system_prompt has no effect: its rows are not rendered as chats", config.path)
+    _warn_of_what_has_no_effect(config, data, checker, options.chat_template)
     return dataset
+
+
+def _warn_of_what_has_no_effect(
+    config: DatasetConfig, data: DataConfig, checker: RowChecker, template: str | dict[str, str] | None
+) -> None:
+    if not checker.saw_chats and (data.system_prompt is not None or data.fold_system):
+        _log.warning("%s: no row is a chat: data.system_prompt and data.fold_system have no effect", config.path)
+    if checker.saw_tools and "tools" not in str(template):
+        _log.warning("%s: rows have tools, which the chat template never mentions: no model sees them", config.path)
 
 
 def encoding_options(data: DataConfig, tokenizer: Any, max_length: int) -> EncodingOptions:
@@ -184,9 +194,9 @@ def _assemble(config: DatasetConfig, out: Encoded, rows: int, bad: list[BadRow])
     if bad and config.on_bad_row == "error":
         raise DataError(_bad_rows(config.path, bad, rows))
     if not out.rows:
-        raise DataError(
-            f"{config.path}: none of its {rows} rows can be trained on: {_reasons(skipped | dict(out.dropped))}"
-        )
+        reasons = _reasons(skipped | dict(out.dropped))
+        listed = [f"  {row}" for row in bad[:_LISTED]]
+        raise DataError("\n".join([f"{config.path}: none of its {rows} rows can be trained on: {reasons}", *listed]))
     lengths = [len(ids) for ids in out.ids]
     tokens, trained = np.concatenate(out.ids), np.concatenate(out.mask)
     row_index = np.array(out.rows, np.int64)

@@ -6,6 +6,7 @@ the kind for the whole file, and where it has the columns of several kinds, the 
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from surefoot.errors import ConfigError
 KINDS: dict[str, tuple[str, ...]] = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
 COLUMNS = ("messages", "tools", "prompt", "completion", "text")
 _JSON_NAMES = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+_ROLES = ("system", "user", "assistant", "tool")
 EXPECTED = "`messages`, or `prompt` and `completion`, or `text`"
 
 
@@ -76,6 +78,7 @@ class RowChecker:
                 raise ConfigError(f"columns: found {name!r}, expected our names on the left: {', '.join(COLUMNS)}")
         self._columns = columns
         self._as_chat = as_chat
+        self.saw_chats = self.saw_tools = False
         self.kind = next((kind for kind, names in KINDS.items() if set(names) & set(columns)), None)
 
     def check(self, index: int, where: str, value: Any) -> Row:
@@ -96,12 +99,16 @@ class RowChecker:
                 hint = f"; `columns: {{{name}: their_name}}` maps another name"
                 raise RowError("missing key", f"missing key {self._label(name)}, found the keys {found}{hint}")
         extra = {name: fields[name] for name in fields if name not in (*KINDS[self.kind], "tools")}
-        if self.kind == "messages":
-            messages = self._messages("messages", fields["messages"])
-            return Row(index, where, messages, len(messages), self._tools(fields), extra=extra)
         if self.kind == "text":
             return Row(index, where, completion=self._string("text", fields["text"]), extra=extra)
-        return self._pair(index, where, fields, extra)
+        if self.kind == "prompt":
+            row = self._pair(index, where, fields, extra)
+        else:
+            messages = self._messages("messages", fields["messages"])
+            row = Row(index, where, messages, len(messages), self._tools(fields), extra=extra)
+        self.saw_chats |= row.messages is not None
+        self.saw_tools |= row.tools is not None
+        return row
 
     def _rename(self, value: dict[str, Any]) -> dict[str, Any]:
         for ours, theirs in self._columns.items():
@@ -155,12 +162,14 @@ class RowChecker:
         if not isinstance(value, dict):
             raise RowError(wrong, f"field {label}: expected an object with role and content, found {describe(value)}")
         message = {key: item for key, item in value.items() if item is not None}
-        self._string(name, value.get("role"), label=f"{label}.role")
+        role = self._string(name, value.get("role"), label=f"{label}.role")
+        if role not in _ROLES and difflib.get_close_matches(role.lower(), ["assistant"], cutoff=0.8):
+            raise RowError("misspelt role", f"field {label}.role: expected 'assistant', found {role!r}")
         calls = message.get("tool_calls")
         if calls is not None:
             message["tool_calls"] = [_tool_call(wrong, f"{label}.tool_calls", call) for call in _list_of(calls)]
         if "content" in message:
-            answers = message["role"] == "assistant" and not calls
+            answers = role == "assistant" and not calls
             content = _joined_blocks(wrong, f"{label}.content", message["content"])
             message["content"] = self._string(name, content, may_be_empty=not answers, label=f"{label}.content")
         elif not calls:

@@ -61,6 +61,9 @@ class DatasetSource:
 
     @property
     def exhausted(self) -> str:
+        cursor = self._cursor
+        if self._max_epochs is None or not cursor.epoch_is_done or cursor.epoch + 1 < self._max_epochs:
+            return ""
         return (
             f"the training data is used up: {self._max_epochs} epochs of {self.steps_per_epoch} steps over "
             f"{len(self._dataset)} rows of {self._dataset.name} are done"
@@ -68,10 +71,9 @@ class DatasetSource:
 
     def take(self, clock: Clock, poll: Poll) -> BatchRef | None:
         poll()
-        cursor = self._cursor
-        if self._max_epochs is not None and cursor.epoch_is_done and cursor.epoch + 1 >= self._max_epochs:
+        if self.exhausted:
             return None
-        epoch, draw, rows = cursor.take()
+        epoch, draw, rows = self._cursor.take()
         groups = [f"e{epoch}_d{draw + i}" for i in range(len(rows))]
         return _put(self._dataset, self._plane, rows, groups)
 

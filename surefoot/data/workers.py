@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from surefoot.errors import ModelError, SurefootError
 
 def encode_chunks(
     chunks: Iterable[Sequence[Row]], options: EncodingOptions, encoder: Encoder, num_workers: int
-) -> Iterator[tuple[int, Encoded]]:
+) -> Generator[tuple[int, Encoded]]:
     """Encode each chunk, in order, in this process (`num_workers` 0) or in others. Yields rows done and the result.
 
     Raises:

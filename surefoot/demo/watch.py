@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,21 @@ _TERMINATE_S = 10.0
 _SAVE_POLL_S = 0.0005
 
 
+def stop_all(runs: Sequence[WatchedRun]) -> None:
+    """Leave no process behind. Safe to call twice."""
+    for run in runs:
+        run.terminate()
+    for run in runs:
+        run.wait(_TERMINATE_S)
+
+
 @dataclass(frozen=True)
 class Kill:
     """What was found once the killed process was gone.
 
     Attributes:
         in_mid_save: `tmp_step_<step>` was there and `step_<step>` was not; false where the commit was quicker.
-        files: in the temporary directory, each with its size in bytes.
+        files: in the temporary directory in the order they were written, each with its size in bytes.
     """
 
     step: int
@@ -38,6 +47,7 @@ class WatchedRun:
     """One `surefoot train` and, once that is killed, the `surefoot resume` that goes on.
 
     Attributes:
+        status: "starting" or "resuming" until the process has taken hold of its folder, then "training", then "ended".
         resumed_from: the step that the present process went on from; 0 for a fresh start.
         lines: of `metrics.jsonl`, as far as the run on record goes; a resume takes back what it repeats.
         kills: one for each SIGKILL.
@@ -47,12 +57,12 @@ class WatchedRun:
         self.name, self.run_dir = name, run_dir
         self.checkpoints = run_dir / "checkpoints"
         self.log = run_dir.with_name(f"{name}.log")
+        self.status = "starting"
         self.resumed_from = 0
         self.lines: list[dict[str, Any]] = []
         self.kills: list[Kill] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
-        self._ready = False
         self._inode = self._offset = 0
         self._news_s = time.monotonic()
 
@@ -65,34 +75,32 @@ class WatchedRun:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        self._starts, self._ready, self._news_s = self._starts + 1, False, time.monotonic()
+        self.status = "resuming" if self._starts else "starting"
+        self._starts, self._news_s = self._starts + 1, time.monotonic()
 
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def look(self) -> None:
-        """Read what is new.
+    def look(self) -> bool:
+        """Read what is new. Returns whether the status has changed.
 
         Raises:
             SurefootError: the process failed, or nothing has been heard of it for three minutes.
         """
-        ended = not self.running
-        if not self._ready:
+        before, ended = self.status, not self.running
+        if before in ("starting", "resuming"):
             attempt = read_attempt(self.checkpoints)
-            if attempt is not None and attempt.number > self._starts - 1:  # not a record of the process killed before
-                self._ready, self.resumed_from = True, attempt.lineage[-1].from_step
-        if self._ready:
+            if attempt is not None and attempt.number >= self._starts:  # else the record of the process killed before
+                self.status, self.resumed_from = "training", attempt.lineage[-1].from_step
+        if self.status == "training":
             self._read_metrics()
         if ended and self._process is not None and self._process.returncode != 0:
             self._fail(f"ended with exit status {self._process.returncode}")
         if not ended and time.monotonic() - self._news_s > _STALLED_S:
             self._fail(f"has shown no sign of life for {_STALLED_S:.0f} s")
-
-    @property
-    def status(self) -> str:
-        """In one word; "starting" until the process has taken hold of its folder."""
-        return "ended" if not self.running else "training" if self._ready else "resuming" if self.kills else "starting"
+        self.status = "ended" if ended else self.status
+        return self.status != before
 
     @property
     def step(self) -> int:
@@ -131,19 +139,23 @@ class WatchedRun:
         self._process.kill()
         self._process.wait()
         temporary, final = self.checkpoints / f"tmp_step_{step}", self.checkpoints / f"step_{step}"
-        paths = sorted(path for path in temporary.rglob("*") if path.is_file())
+        paths = sorted((p for p in temporary.rglob("*") if p.is_file()), key=lambda p: p.stat().st_mtime_ns)
         files = tuple((path.relative_to(temporary).as_posix(), path.stat().st_size) for path in paths)
         self._read_metrics()
         self.kills.append(Kill(step, temporary.is_dir() and not final.exists(), files))
         return self.kills[-1]
 
-    def stop(self) -> None:
-        """End the process if it runs; a first signal lets it save. Safe to call twice."""
-        if self._process is None or not self.running:
+    def terminate(self) -> None:
+        """Ask the process to save and stop, if it runs."""
+        if self._process is not None and self.running:
+            self._process.terminate()
+
+    def wait(self, seconds: float) -> None:
+        """For the process to end; it is killed when it has not by then."""
+        if self._process is None:
             return
-        self._process.terminate()
         try:
-            self._process.wait(_TERMINATE_S)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

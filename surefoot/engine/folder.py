@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -26,7 +26,8 @@ def small_files(model: Any, tokenizer: Any, generation_config: bytes | None) -> 
     """Every file of the folder but the weights: config.json, tokenizer, chat template, and the base's own
     generation_config.json, unchanged. Made once, at the start, so that no save can fail over them at the end.
 
-    A base without generation_config.json gets none: Transformers then reads config.json, as it did for the base.
+    A base without generation_config.json gets none, and Transformers reads config.json as it did for the base; unless
+    that held sampling settings, as old ones do, which Transformers moves out of it and which then get their own file.
 
     Raises:
         ModelError: Transformers refuses to write one of them.
@@ -37,16 +38,44 @@ def small_files(model: Any, tokenizer: Any, generation_config: bytes | None) -> 
         try:
             model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+            again = AutoTokenizer.from_pretrained(folder)
         except Exception as error:
             raise ModelError(
-                f"the model's configuration or tokenizer cannot be saved, so no checkpoint could be loaded: {error}"
+                f"the model's configuration or tokenizer cannot be saved and read again, so no checkpoint could be "
+                f"loaded: {error}"
             ) from error
+        _require_same(tokenizer, again, model.config.model_type)
         root = Path(folder)
         files = {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
     files.pop(GENERATION_FILE, None)
+    if generation_config is None and _moved_settings(model):
+        generation_config = model.generation_config.to_json_string().encode()
     if generation_config is not None:
         files[GENERATION_FILE] = generation_config
     return files
+
+
+def _moved_settings(model: Any) -> bool:
+    if not model.can_generate():
+        return False
+    derived = GenerationConfig.from_model_config(model.config).to_diff_dict()
+    return any(derived.get(name) != value for name, value in model.generation_config.to_diff_dict().items())
+
+
+def _require_same(tokenizer: Any, again: Any, model_type: str) -> None:
+    """For some model types Transformers reads any tokenizer as that type's own class, and the ids become others."""
+    if _behaviour(tokenizer) != _behaviour(again):
+        raise ModelError(
+            f"beside a model of type {model_type} Transformers reads this tokenizer as {type(again).__name__}, and it "
+            f"gives other ids than the {type(tokenizer).__name__} that the rows are made with: whoever loads a "
+            "checkpoint would get another tokenizer. Use the tokenizer of such a model, or another model_type"
+        )
+
+
+def _behaviour(tokenizer: Any) -> tuple[Any, ...]:
+    texts = ["Hello, world! 12 + 345 = 357\n\n\t日本語 é", f"{tokenizer.bos_token}a {tokenizer.eos_token} b"]
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    return tokenizer.get_vocab(), special, tokenizer.chat_template, [tokenizer(text)["input_ids"] for text in texts]
 
 
 def read_generation_config(folder: Path) -> bytes | None:

@@ -17,7 +17,7 @@ from surefoot.engine.folder import WEIGHTS_FILE, weights_by_name
 from surefoot.engine.heads import ModelHead
 from surefoot.engine.models import resolve_device
 from surefoot.engine.optimizer import Optimizer, copy_exactly
-from surefoot.errors import NonFiniteError, ResumeRefused
+from surefoot.errors import ModelError, NonFiniteError, ResumeRefused
 from surefoot.seeds import derive_seed
 from surefoot.types import (
     BatchRef,
@@ -76,7 +76,11 @@ class LocalEngine:
             self.model.requires_grad_(False)
             return
         if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if not self.model.supports_gradient_checkpointing:
+                raise ModelError(
+                    f"{type(model).__name__} has no gradient checkpointing: set gradient_checkpointing: false"
+                )
+            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         self._optimizer = Optimizer(
             self.model,
             config.optimizer,
@@ -156,7 +160,7 @@ class LocalEngine:
                 out = self._forward(batch, objective.head, _wanted(objective.loss, batch))
                 loss, metrics = objective.loss(out, batch.columns, norm=norm)
                 if not torch.isfinite(loss):
-                    raise self._not_finite("the loss", float(loss), batch.ids)
+                    raise self._not_finite("the loss", float(loss.detach()), batch.ids)
                 loss.backward()  # type: ignore[no-untyped-call]
                 measured.append(metrics)
         return measured

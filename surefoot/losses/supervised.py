@@ -34,7 +34,7 @@ class NLL:
         total = -(logprobs * mask).sum()
         tokens = float(mask.sum())
         metrics = {
-            "loss": Metric(float(total) / tokens if tokens else 0.0, weight=tokens),
+            "loss": Metric(float(total.detach()) / tokens if tokens else 0.0, weight=tokens),
             "num_tokens": Metric(tokens, reduce="sum"),
             "skipped_rows": Metric(float((mask.sum(dim=1) == 0).sum()), reduce="sum"),
         }

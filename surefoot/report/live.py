@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from time import perf_counter
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, OverflowMethod, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
@@ -117,7 +117,8 @@ class LiveProgress:
             self._row("checkpoint", [self._checkpoint]),
             self._row("now", self._now_parts()),
         ]
-        text = Text("\n", no_wrap=True, overflow="ellipsis").join(rows)
+        overflow: OverflowMethod = "crop" if options.ascii_only else "ellipsis"
+        text = Text("\n", no_wrap=True, overflow=overflow).join(rows)
         title = Text.assemble(("surefoot", "bold cyan"), ("  " + self._title if self._title else "", "not bold dim"))
         yield Panel(text, title=title, title_align="left", border_style="dim cyan", width=width)
 

@@ -60,7 +60,8 @@ class RunReport:
         self._timeline = Timeline(now)
         self._tally = SaveTally()
         self._file = MetricsFile(run_dir / "metrics.jsonl")
-        self._progress: Progress = make_progress(config, self._console, run_dir.name, total_steps, self._timeline)
+        title = run_dir.absolute().name
+        self._progress: Progress = make_progress(config, self._console, title, total_steps, self._timeline)
         self._views: list[View] = [self._progress]
         if config.tensorboard:
             self._views.append(TensorBoardView(run_dir / "tensorboard"))
@@ -127,10 +128,8 @@ class RunReport:
     def save_event(self, event: SaveEvent) -> None:
         """What the checkpoint manager tells. May be called from any thread, and after `close`."""
         self._tally.add(event)
-        if not self._show(self._progress, lambda: self._progress.save_event(event)) and event.kind in (
-            "failed",
-            "warning",
-        ):
+        shown = self._show(self._progress, partial(self._progress.save_event, event))
+        if not shown and event.kind in ("failed", "warning"):
             logger.warning("checkpoint: %s", event_text(event))
 
     def message(self, text: str) -> None:

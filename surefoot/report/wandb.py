@@ -48,7 +48,7 @@ class WandbView:
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.finish(quiet=True)
+            self._run.finish()
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if self._run is None:

@@ -135,6 +135,6 @@ def test_fingerprints_that_differ_are_refused_naming_both_unless_allowed() -> No
     with pytest.raises(ResumeRefused, match=r"(?s)model: .*llama, 2 layers.*llama, 4 layers"):
         check_fingerprints(manifest, other)
     check_fingerprints(manifest, other, {"model"})
-    with pytest.raises(ResumeRefused, match="dataset: .*not recorded"):
+    with pytest.raises(ResumeRefused, match=r"dataset: .*not recorded"):
         check_fingerprints(manifest, {**same, "dataset": Fingerprint("d", "gsm8k")}, {"model"})
     check_fingerprints(manifest, {**same, "layout": Fingerprint("2", "two ranks")})  # any layout may resume

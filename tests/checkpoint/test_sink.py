@@ -75,7 +75,7 @@ def test_largest_finite_values_and_negative_zero_pass(memory_path: Path) -> None
 
 
 def test_a_tensor_that_the_format_cannot_hold_is_named(memory_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'z'.*complex128"):
+    with pytest.raises(CheckpointError, match=r"'z'.*complex128"):
         LocalSink(memory_path).tensors("m", {"z": torch.zeros(1, dtype=torch.complex128)})
 
 
@@ -127,20 +127,19 @@ def test_short_writes_are_finished_and_zero_is_an_error(memory_path: Path, monke
 def test_a_failing_operation_fails_the_file_and_leaves_nothing_open(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(descriptor: int, *_: Any) -> None:
+        if operation == "close":
+            os.close(descriptor)
         raise OSError(5, "Input/output error")
 
-    before = set(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     sink = LocalSink(memory_path)
     with monkeypatch.context() as patch:
         patch.setattr(storage, operation, fail)
         with pytest.raises(OSError, match="Input/output error"), sink.stream("f") as file:
             file.write(b"x" * 3_000_000)
     assert sink.entries == {}
-    leaked = set(os.listdir("/proc/self/fd")) - before
-    for descriptor in leaked if operation == "close" else ():  # what close itself refused is not ours to close again
-        os.close(int(descriptor))
-    assert operation == "close" or not leaked
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_writer_that_fails_half_way_leaves_no_entry(memory_path: Path) -> None:
@@ -149,8 +148,7 @@ def test_a_writer_that_fails_half_way_leaves_no_entry(memory_path: Path) -> None
         file.write(b"half")
         raise KeyError
     assert sink.entries == {}
-    with pytest.raises(ValueError, match="detached"):
-        file.write(b"more")
+    assert (memory_path / "f").read_bytes() == b""  # what was buffered is not written after the failure
 
 
 @pytest.mark.parametrize("path", ["", ".", "/etc/passwd", "../up", "a/../b", "a//b", "./a", "a/", "a\0b"])

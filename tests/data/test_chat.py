@@ -184,6 +184,16 @@ def test_a_tokenizer_that_puts_a_space_before_texts_never_gets_one_in_the_middle
     assert trained(tokenizer, encoded) == [["cd<|im_end|>", "gh<|im_end|>"]]
 
 
+def test_a_cut_that_would_change_the_text_is_refused() -> None:
+    """The generation prompt ends in a space, which is one token with the answer's first letter; alone, the answer would
+    get a second space in front."""
+    tokenizer = tiny.with_prefix_space()
+    tokenizer.chat_template = tiny.BRACKETS.replace("[A]", "[A] ")
+    message = refusal(encode(tokenizer, chat(("user", "ab"), ("assistant", "cd"))))
+    assert "no token edge lies where an answer begins or ends" in message
+    assert "[A] cd" in message
+
+
 def test_tools_reach_the_template() -> None:
     tokenizer = tiny.byte_level(chat_template=tiny.WITH_TOOLS)
     encoded = encode(tokenizer, chat(*TURNS), tools=[{"name": "add"}])
@@ -192,7 +202,7 @@ def test_tools_reach_the_template() -> None:
     assert encode(tokenizer, chat(*TURNS), tools=[{"name": "add"}]).ids[0].tolist() == encoded.ids[0].tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(st.tuples(st.text(max_size=8), st.text(min_size=1, max_size=8)), min_size=1, max_size=3),
     st.sampled_from([tiny.CHATML, tiny.CHATML_MARKED, tiny.CHATML_MARKED_IN_MACRO, tiny.BRACKETS]),

@@ -36,7 +36,7 @@ def test_a_plain_pair_is_prompt_completion_and_end() -> None:
 
 
 def test_a_token_across_the_end_of_the_prompt_belongs_to_the_completion() -> None:
-    assert TOKENIZER.tokenize("xfoobar")[-1].endswith("foobar")
+    assert TOKENIZER.tokenize("x foobar")[-1].endswith("foobar")
     encoded = encode(TOKENIZER, "x foo", "bar")
     assert TOKENIZER.decode(encoded.ids[0][encoded.mask[0]]) == " foobar<|im_end|>"
     newlines = tiny.byte_level()
@@ -86,14 +86,14 @@ def test_rows_are_cut_at_the_right_and_dropped_when_nothing_is_left_to_train() -
             assert encoded.mask[0].sum() == min(4, 32 - prompt)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.text(max_size=12), st.text(min_size=1, max_size=12))
 def test_plain_masks_split_the_text_at_the_prompt(prompt: str, completion: str) -> None:
     """Trained tokens spell the completion; a token across the edge brings part of the prompt, and nothing else does."""
+    prompt = f".{prompt}"  # never one token with what follows, so that the first trained token is seen in the mask
     encoded = encode(TOKENIZER, prompt, completion)
-    mask = encoded.mask[0].copy()
-    mask[0] = mask[0] or prompt == "" or mask[1:].all()  # the first token is never trained
-    first = int(mask.argmax())
+    first = int(encoded.mask[0].argmax())
+    assert encoded.mask[0][first:].all()
     spelled = TOKENIZER.decode(encoded.ids[0][first:-1])
     context = TOKENIZER.decode(encoded.ids[0][:first])
     if "�" not in context + spelled:

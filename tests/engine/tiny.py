@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from surefoot.config import EngineConfig
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine.local import LocalEngine
-from surefoot.types import BatchRef, Head, Objective
 from surefoot.losses.supervised import NLL
+from surefoot.types import BatchRef, Head, Objective
 from tests.helpers.memory_store import CloningStager
 from tests.helpers.tokenizers import words
 
@@ -24,7 +24,7 @@ _LLAMA = {**_SIZES, "intermediate_size": 24, "num_key_value_heads": 1, "max_posi
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "untied llama": {"model_type": "llama", **_LLAMA},
     "tied llama": {"model_type": "llama", **_LLAMA, "tie_word_embeddings": True},
-    "tied qwen2": {"model_type": "qwen2", **_LLAMA, "tie_word_embeddings": True},
+    "tied qwen3": {"model_type": "qwen3", **_LLAMA, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "renamed head": {"model_type": "gpt_neox", **_SIZES, "intermediate_size": 24, "max_position_embeddings": 64},
     "experts one by one": {"model_type": "mixtral", **_LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2},
@@ -45,8 +45,8 @@ def base_folder(path: Path, name: str = "untied llama", tokenizer: Any = TOKENIZ
     from transformers import AutoConfig
 
     init = {**ARCHITECTURES[name], **settings}
-    config = AutoConfig.for_model(init.pop("model_type"), vocab_size=len(tokenizer), eos_token_id=3, pad_token_id=3,
-                                  bos_token_id=1, **init)
+    init = {"vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 3, **init}
+    config = AutoConfig.for_model(**init)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -81,8 +81,9 @@ def engine(configuration: EngineConfig, *, double: bool = False, **options: Any)
     return made, plane
 
 
-def rows(plane: MemoryPlane, lengths: Sequence[int], *, seed: int = 0, group_rows: int = 1,
-         masked_rows: Sequence[int] = ()) -> BatchRef:
+def rows(
+    plane: MemoryPlane, lengths: Sequence[int], *, seed: int = 0, group_rows: int = 1, masked_rows: Sequence[int] = ()
+) -> BatchRef:
     """Rows of random tokens, the second half of each trained on; `masked_rows` have nothing to train on."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(0, len(TOKENIZER), (n,), generator=generator) for n in lengths]

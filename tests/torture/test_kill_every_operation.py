@@ -1,4 +1,4 @@
-"""A save that replaces a step of a branch left behind, and prunes, is killed before each of its operations."""
+"""A resume whose save replaces a step of a branch left behind, and prunes, is killed before each operation."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def branch_left_behind(directory: Path) -> None:
     first.start_attempt(first.choose_resume(directory / "step_4"))
 
 
-def save_6_again_and_prune(directory: Path) -> None:
+def resume_save_6_again_and_prune(directory: Path) -> None:
     with runs.manager(directory, keep_top_k=1) as manager:
+        manager.open(resume=True)
+        manager.start_attempt(manager.choose_resume())
         manager.save(6, {"step": 6}, runs.writers(6, NEW))
 
 
@@ -46,20 +48,51 @@ def check(directory: Path, operation: Operation) -> None:
     assert list((directory / ".trash").iterdir()) == []
 
 
-@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
-def test_a_kill_before_any_operation_loses_nothing(
-    memory_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
-) -> None:
-    if not can_exchange:
-        monkeypatch.setattr(storage, "exchange", lambda a, b: False)
+def test_a_kill_before_any_operation_loses_nothing(memory_path: Path) -> None:
     template = memory_path / "template"
     branch_left_behind(template)
-    killed = kill_before_each(save_6_again_and_prune, template, memory_path, check)
+    killed = kill_before_each(resume_save_6_again_and_prune, template, memory_path, check)
     names = {operation.name for operation in killed}
-    assert {"mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir"} <= names
-    assert ("exchange" in names) == can_exchange
+    assert names == {"mkdir", "open", "write", "fsync", "close", "rename", "exchange", "unlink", "rmdir"}
     assert {Path(operation.path).name for operation in killed} >= {
         "manifest.json",
         "step_6",
         "latest_checkpoint_status.json",
     }
+
+
+def only_step_2(directory: Path) -> None:
+    runs.save(runs.manager(directory), 2, OLD)
+
+
+def save_2_again(directory: Path) -> None:
+    with runs.manager(directory) as manager:
+        manager.save(2, {"step": 2}, runs.writers(2, NEW))
+
+
+def check_only_step_2(directory: Path, operation: Operation) -> None:
+    """The run's only checkpoint is there all the time, in its old or its new form."""
+    manager = runs.manager(directory)
+    manager.open(resume=True)
+    point = manager.choose_resume()
+    manager.shutdown()
+    assert point.path == directory / "step_2"
+    assert runs.version_of(point.path) in ((2, OLD), (2, NEW))
+    assert not list(directory.glob(".swap*"))
+
+
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
+def test_replacing_the_only_checkpoint_never_loses_it(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(storage, "exchange", lambda a, b: False)
+    template = memory_path / "template"
+    only_step_2(template)
+
+    def from_the_commit_on(operations: list[Operation]) -> list[Operation]:
+        return operations[max(o.index for o in operations if o.path.endswith("manifest.json") and o.name == "close") :]
+
+    killed = kill_before_each(save_2_again, template, memory_path, check_only_step_2, from_the_commit_on)
+    assert any(operation.name == "exchange" for operation in killed) == can_exchange
+    assert any(operation.path.endswith(".swap_step_2") for operation in killed) != can_exchange

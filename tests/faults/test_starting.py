@@ -1,0 +1,122 @@
+"""What keeps a run from starting shows before anything heavy begins, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from surefoot import build, loop
+from surefoot.errors import CheckpointError, SurefootError
+from surefoot.run import Run
+from tests.faults.project import Project, assert_all_sound
+from tests.helpers import mounts, runs
+from tests.helpers.fork_server import ForkServer
+
+
+def overwriting(project: Project, *words: str) -> Run:
+    return build.start(runs.config_of(project.file, *words), overwrite=True, console=runs.quiet())
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+@pytest.mark.needs_root
+@pytest.mark.usefixtures("can_mount")
+@pytest.mark.parametrize("leave", [0, 64 << 10], ids=["not one page", "less than the checkpoints need"])
+def test_the_disk_is_full_at_the_start(project: Project, memory_path: Path, leave: int) -> None:
+    with mounts.tmpfs(memory_path / "disk", mounts.MIB) as disk:
+        mounts.fill(disk, leave)
+        with pytest.raises(CheckpointError, match="No space left on device|GiB free") as caught:
+            project.start(memory_path / "run", f"checkpointing.checkpoint_dir={disk / 'checkpoints'}")
+        assert str(disk / "checkpoints") in str(caught.value)
+        assert names(memory_path) == {"disk", "disk/filler"}
+        (disk / "filler").unlink()
+        run = project.start(memory_path / "run", f"checkpointing.checkpoint_dir={disk / 'checkpoints'}")
+        loop.train(run)
+        project.assert_equals_straight(memory_path / "run", disk / "checkpoints")
+
+
+@pytest.mark.needs_root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+def test_a_folder_that_this_user_may_not_write_to(project: Project, memory_path: Path, fork_server: ForkServer) -> None:
+    for folder in (memory_path, project.file.parent.parent, project.file.parent):
+        folder.chmod(0o755)
+    log = memory_path / "log"
+    locked = memory_path / "locked"
+    locked.mkdir(0o755)
+    for words in ((f"run_dir={locked / 'run'}",), (f"checkpointing.checkpoint_dir={locked / 'checkpoints'}",)):
+        status = fork_server.call(start_as_nobody, project.file, memory_path / "run", *words, log=log)
+        assert status == 0, log.read_text()
+        assert str(locked) in log.read_text()
+        assert "Permission denied" in log.read_text()
+        assert names(locked) == set()
+
+
+def start_as_nobody(file: str, run_dir: str, *words: str) -> int:
+    """In a child."""
+    os.setegid(65534)
+    os.seteuid(65534)
+    try:
+        runs.started(Path(file), f"run_dir={run_dir}", *words)
+    except SurefootError as error:
+        print(error)  # noqa: T201 - into the child's log
+        return 0
+    return 3
+
+
+@pytest.mark.parametrize("which", ["run_dir", "checkpointing.checkpoint_dir"])
+def test_a_path_is_a_file(project: Project, memory_path: Path, which: str) -> None:
+    file = memory_path / "file"
+    file.write_text("mine")
+    for path in (file, file / "below"):
+        with pytest.raises(SurefootError, match=str(file)):
+            project.start(memory_path / "run", f"{which}={path}")
+    assert file.read_text() == "mine"
+    assert names(memory_path) == {"file"}
+
+
+def test_a_folder_is_used_twice(project: Project, memory_path: Path) -> None:
+    run_dir = memory_path / "run"
+    loop.train(project.start(run_dir, "max_num_steps=2"))
+    before = names(run_dir)
+    with pytest.raises(CheckpointError, match=r"surefoot resume .*--overwrite"):
+        project.start(run_dir)
+    assert names(run_dir) == before
+    loop.train(overwriting(project, f"run_dir={run_dir}"))
+    project.assert_equals_straight(run_dir)
+    assert names(memory_path / "run.bak_1") == before
+    assert_all_sound(memory_path / "run.bak_1" / "checkpoints")
+
+
+def test_overwriting_a_run_whose_checkpoints_lie_elsewhere(project: Project, memory_path: Path) -> None:
+    words = (f"run_dir={memory_path / 'run'}", f"checkpointing.checkpoint_dir={memory_path / 'elsewhere'}")
+    loop.train(runs.started(project.file, *words))
+    loop.train(overwriting(project, *words))
+    for folder in ("elsewhere", "elsewhere.bak_1"):
+        assert {path.name for path in (memory_path / folder).glob("step_*")} == {"step_2", "step_4", "step_6"}
+        assert_all_sound(memory_path / folder)
+
+
+@pytest.mark.parametrize("where", ["run", "run/checkpoints"])
+def test_somebody_elses_files(project: Project, memory_path: Path, where: str) -> None:
+    notes = memory_path / where / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    before = names(memory_path)
+    for begin in (runs.started, lambda file, *words: overwriting(project, *words)):
+        with pytest.raises(CheckpointError, match=r"notes\.txt|checkpoints"):
+            begin(project.file, f"run_dir={memory_path / 'run'}")
+    assert names(memory_path) == before
+
+
+def test_two_runs_want_one_checkpoint_directory(project: Project, memory_path: Path) -> None:
+    shared = f"checkpointing.checkpoint_dir={memory_path / 'shared'}"
+    first = project.start(memory_path / "first", shared)
+    with pytest.raises(CheckpointError):
+        project.start(memory_path / "second", shared)
+    assert not (memory_path / "second").exists()
+    loop.train(first)
+    project.assert_equals_straight(memory_path / "first", memory_path / "shared")
