@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import statistics
@@ -238,6 +239,7 @@ def child(method: str, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
+    logging.disable(logging.INFO)
     directory = Path(tempfile.mkdtemp(prefix="bench-", dir=args.dir))
     try:
         state = make_state(args.mib * MIB, args.tensor_mib * MIB)
@@ -348,7 +350,7 @@ def table(results: dict[str, list[dict[str, Any]]], args: argparse.Namespace, st
     base, best_dcp = added["torch.save"], min(added[m] for m in METHODS if m.startswith("dcp"))
     lines = [
         f"state {args.mib} MiB in tensors of {args.tensor_mib} MiB; plain write + fsync {drain_s:.2f} s; step "
-        f"{step_s:.2f} s; median of {args.rounds} rounds; one torch thread",
+        f"{step_s:.2f} s; median of {len(results['surefoot'])} rounds; one torch thread",
         f"{'':28}{'added s/save':>14}{'of torch.save':>15}{'step median':>13}{'step p99':>10}{'memory / state':>16}",
     ]
     for method, rounds in results.items():
@@ -397,7 +399,8 @@ def main() -> None:
         for number in range(args.rounds):
             for method in METHODS if number % 2 == 0 else reversed(METHODS):
                 results[method].append(in_process(method, args, step_s))
-        print(table(results, args, step_s, drain_s))
+            print(f"after round {number + 1} of {args.rounds}:", file=sys.stderr)
+            print(table(results, args, step_s, drain_s), file=sys.stdout if number + 1 == args.rounds else sys.stderr)
 
 
 if __name__ == "__main__":

@@ -77,10 +77,10 @@ def next_attempt(directory: Path, current: Attempt | None, point: ResumePoint, h
         current: the directory's attempt on record, if any.
         highest: the highest attempt number in use.
     """
-    number = highest + 1
     if point.reader is None:
-        return Attempt.first(current.run_id if current else "", number)
+        return Attempt.first(current.run_id if current else "", highest + 1)
     manifest, root = point.reader.manifest, point.reader.root
+    number = max(highest, *(entry.attempt for entry in manifest.lineage)) + 1
     origin = None if root.parent == directory else str(root.absolute())
     if current is not None and manifest.run_id != current.run_id:  # its attempt numbers mean nothing here
         fresh = Attempt(current.run_id, ())

@@ -77,14 +77,13 @@ def load(config: EngineConfig, *, tokenizer: Any, seed: int, kind: Kind = "causa
 
 
 def load_from_checkpoint(
-    reader: Reader, config: EngineConfig, tokenizer: Any, *, kind: Kind = "causal_lm", with_weights: bool = True
+    reader: Reader, config: EngineConfig, tokenizer: Any, *, kind: Kind = "causal_lm"
 ) -> LoadedModel:
     """A model built from a checkpoint's own files; neither a hub nor the base model is needed.
 
     Args:
         reader: of the engine's own folder.
         tokenizer: from `load_tokenizer_from_checkpoint`.
-        with_weights: `False` leaves the weights undefined, for an engine whose `restore` is called next.
 
     Raises:
         ModelError: the folder cannot be read as a model, or does not fit the configuration.
@@ -98,8 +97,7 @@ def load_from_checkpoint(
             model.generation_config = GenerationConfig.from_pretrained(folder)
     model.tie_weights()
     model.eval()
-    if with_weights:
-        copy_exactly(reader.tensors(f"weights/{WEIGHTS_FILE}"), weights_by_name(model), f"weights/{WEIGHTS_FILE}")
+    copy_exactly(reader.tensors(f"weights/{WEIGHTS_FILE}"), weights_by_name(model), f"weights/{WEIGHTS_FILE}")
     check_fits(model, tokenizer, config.max_total_sequence_length, "the checkpoint")
     return LoadedModel(model, tokenizer, files, "the checkpoint")
 

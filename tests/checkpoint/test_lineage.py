@@ -174,6 +174,15 @@ def test_going_on_from_another_runs_checkpoint_adopts_none_of_its_attempts(memor
     second.shutdown()
 
 
+def test_going_on_in_an_empty_directory_gets_a_number_of_its_own(memory_path: Path) -> None:
+    runs.save(started(memory_path / "a", resume=False), 8)
+    moved = started(memory_path / "b", resume=True, explicit=memory_path / "a" / "step_8")
+    assert [entry.attempt for entry in moved.attempt.lineage] == [1, 2]
+    runs.save(moved, 10)
+    assert states(memory_path / "b") == {10: "complete"}
+    assert runs.manager(memory_path / "b").choose_resume().path == memory_path / "b" / "step_10"
+
+
 def test_an_origin_that_is_no_longer_the_same_is_skipped(memory_path: Path) -> None:
     home, rescue = memory_path / "home", memory_path / "rescue"
     runs.save(started(home, resume=False), 2)
@@ -184,7 +193,6 @@ def test_an_origin_that_is_no_longer_the_same_is_skipped(memory_path: Path) -> N
     assert verify_checkpoint(rescue / "step_2").sound
     point = runs.manager(home).choose_resume()
     assert point.path == home / "step_2"
-    point = None
     shutil.rmtree(home / "step_2")
     with pytest.raises(CorruptCheckpoint, match="not the checkpoint that this run went on from"):
         runs.manager(home).choose_resume()

@@ -281,7 +281,7 @@ def test_a_resumed_engine_continues_bit_for_bit(tmp_path: Path, name: str) -> No
         straight.train(batch, NLL_OBJECTIVE)
     reader = saved(straight)
     tokenizer = models.load_tokenizer_from_checkpoint(reader)
-    loaded = models.load_from_checkpoint(reader, configuration, tokenizer, with_weights=False)
+    loaded = models.load_from_checkpoint(reader, configuration, tokenizer)
     resumed = LocalEngine(
         loaded.model, loaded.files, configuration, plane, CloningStager(), seed=7, total_optimizer_steps=6
     )

@@ -1,0 +1,86 @@
+"""A real run is killed, or has its power cut, at random moments, again and again until it is done."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+from tests.helpers import mounts
+from tests.helpers.fork_server import ForkServer
+from tests.torture.real_runs import Progress, Reference, Tally, assert_nothing_lost, fresh, start_or_resume
+
+MOST_PER_RUN = 6  # then a run may end; else a slow machine would never get there
+
+
+def kill(
+    server: ForkServer,
+    reference: Reference,
+    folder: Path,
+    count: int,
+    seed: int = 0,
+    progress: Progress = lambda done: None,
+) -> Tally:
+    """`count` SIGKILLs at random moments; a kill may hit a start or a resume too."""
+    tally, rng = Tally("kills"), random.Random(seed)
+    started = 0
+    while tally.done < count:
+        started += 1
+        fresh(folder)
+        words = (reference.file, folder / "run", folder / "events")
+        with tally.judging(f"seed {seed}, run {started}"):
+            for _ in range(min(MOST_PER_RUN, count - tally.done)):
+                child = server.start(start_or_resume, *words, log=folder / "log")
+                time.sleep(rng.uniform(0, reference.seconds))
+                child.signal(signal.SIGKILL)
+                if (status := child.wait()) == 0:
+                    break
+                assert status == -signal.SIGKILL, child.log[-4000:]
+                tally.done += 1
+                progress(tally.done)
+                assert_nothing_lost(folder / "run", folder / "events")
+            child = server.start(start_or_resume, *words, log=folder / "log")
+            assert child.wait() == 0, child.log[-4000:]
+            reference.assert_equals_straight(folder / "run")
+    tally.notes = f"{started} runs"
+    return tally
+
+
+def cut_power(
+    server: ForkServer,
+    reference: Reference,
+    folder: Path,
+    count: int,
+    seed: int = 0,
+    progress: Progress = lambda done: None,
+) -> Tally:
+    """`count` power cuts at random moments, on a file system of its own that is mounted again after each."""
+    tally, rng = Tally("power cuts"), random.Random(seed)
+    fresh(folder)
+    image, events, log = folder / "image", folder / "events", folder / "log"
+    started = in_saves = 0
+    with mounts.ext4(image, folder / "disk", size=128 * mounts.MIB) as disk:
+        while tally.done < count:
+            started += 1
+            run_dir = fresh(disk / "parent") / "run"
+            events.unlink(missing_ok=True)
+            words = (reference.file, run_dir, events)
+            with tally.judging(f"seed {seed}, run {started}"):
+                for _ in range(min(MOST_PER_RUN, count - tally.done)):
+                    child = server.start(start_or_resume, *words, log=log)
+                    time.sleep(rng.uniform(0, reference.seconds))
+                    mounts.cut_power(disk)
+                    child.signal(signal.SIGKILL)
+                    child.wait()
+                    mounts.unmount(disk)
+                    mounts.mount_image(image, disk)
+                    tally.done += 1
+                    in_saves += any((run_dir / "checkpoints").glob("tmp_step_*"))
+                    progress(tally.done)
+                    assert_nothing_lost(run_dir, events)
+                child = server.start(start_or_resume, *words, log=log)
+                assert child.wait() == 0, child.log[-4000:]
+                reference.assert_equals_straight(run_dir)
+    tally.notes = f"{started} runs, {in_saves} cuts in the middle of a save"
+    return tally

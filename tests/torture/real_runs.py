@@ -1,0 +1,180 @@
+"""A tiny real run to be tortured: what its processes do, and what must hold whenever one of them is gone."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surefoot import loop
+from surefoot.checkpoint import verify_checkpoint
+from surefoot.checkpoint.commit import step_of
+from surefoot.errors import SurefootError
+from surefoot.run import Run
+from surefoot.types import SaveEvent
+from tests.helpers import runs
+from tests.helpers.fork_server import ForkServer
+
+STEPS = 8
+SETTINGS = (f"max_num_steps={STEPS}", "checkpointing.save_period=1", "checkpointing.keep_top_k=2")
+
+Progress = Callable[[int], None]
+
+
+@dataclass
+class Tally:
+    """What was done, and what went wrong: each failure with the seed and the place, to be repeated."""
+
+    name: str
+    done: int = 0
+    failures: list[str] = field(default_factory=list)
+    notes: str = ""
+
+    @contextmanager
+    def judging(self, what: str) -> Iterator[None]:
+        """A check that fails, or an error of any kind, is a failure of what was tried."""
+        try:
+            yield
+        except Exception as error:
+            self.failures.append(f"{self.name}, {what}: {''.join(traceback.format_exception(error)[-2:]).strip()}")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Attributes:
+    file: the configuration.
+    straight: `run_dir` of the run that nothing disturbed.
+    seconds: that it took.
+    """
+
+    algorithm: str
+    file: Path
+    straight: Path
+    seconds: float
+
+    @classmethod
+    def made(cls, server: ForkServer, folder: Path, algorithm: str) -> Reference:
+        folder.mkdir(parents=True)
+        file = runs.write_project(folder, algorithm=algorithm)
+        for name in ("first", "run"):  # the first one pages in what all later ones share
+            started_s = time.monotonic()
+            words = (file, folder / name, folder / f"{name}.events")
+            child = server.start(start_or_resume, *words, log=folder / "log")
+            assert child.wait() == 0, child.log
+        return cls(algorithm, file, folder / "run", time.monotonic() - started_s)
+
+    def assert_equals_straight(self, run_dir: Path, step: int = STEPS) -> None:
+        """Weights, optimizer, position and metrics, bit for bit; and nothing is left lying about."""
+        ours, theirs = (folder / "checkpoints" / f"step_{step}" for folder in (run_dir, self.straight))
+        states = runs.state_bytes(ours), runs.state_bytes(theirs)
+        assert states[0], f"{ours} is not there"
+        assert states[0].keys() == states[1].keys(), "other files than the straight run"
+        wrong = [name for name in states[0] if states[0][name] != states[1][name]]
+        assert not wrong, f"not what the straight run has: {wrong}"
+        assert runs.metric_lines(run_dir) == runs.metric_lines(self.straight), "other metrics than the straight run"
+        assert_all_sound(run_dir)
+        left = [path.name for path in (run_dir / "checkpoints").iterdir() if path.name.startswith(("tmp_", ".swap"))]
+        left += [path.name for path in (run_dir / "checkpoints").glob(".trash/*")]
+        assert not left, f"left lying about: {left}"
+
+
+def assert_all_sound(run_dir: Path) -> list[int]:
+    """Every directory with a checkpoint's name verifies. Returns their steps."""
+    steps = []
+    for path in sorted((run_dir / "checkpoints").glob("step_*")):
+        result = verify_checkpoint(path)
+        assert result.sound, f"{path}: {result.problems}"
+        assert step_of(path.name) is not None, path
+        steps.append(step_of(path.name) or 0)
+    return steps
+
+
+def assert_nothing_lost(run_dir: Path, events: Path) -> None:
+    """What was reported as saved is there: the newest such step, or a newer one."""
+    steps = assert_all_sound(run_dir)
+    reported = reported_steps(events)
+    if reported:
+        assert max(steps, default=0) >= reported[-1], f"step {reported[-1]} was reported as saved; there is {steps}"
+
+
+def reported_steps(events: Path) -> list[int]:
+    """The saves reported as finished, in their order. A kill may have cut off the last line."""
+    lines = events.read_text().splitlines(keepends=True) if events.exists() else []
+    return [int(line) for line in lines if line.endswith("\n")]
+
+
+# ---------------------------------------------------------------------------------------------------------- in children
+
+
+def start_or_resume(file: str, run_dir: str, events: str, *overrides: str) -> int:
+    """One attempt, as a user would make it. Each finished save is put on record outside the run's file system, and
+    what the attempt goes on from is checked against that record."""
+    reported = reported_steps(Path(events))
+    if (Path(run_dir) / "config.yaml").exists():
+        run = runs.resumed(Path(run_dir), *overrides)
+    else:
+        run = runs.started(Path(file), f"run_dir={run_dir}", *SETTINGS, *overrides)
+    assert run.clock.step >= max(reported, default=0), f"goes on from {run.clock.step}, {reported} were reported"
+    record(run, Path(events))
+    finish(run)
+    return 0
+
+
+def record(run: Run, events: Path) -> None:
+    manager: Any = run.checkpoints
+    listener = manager._listener
+    file = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def tell(event: SaveEvent) -> None:
+        if event.kind == "finished":
+            os.write(file, f"{event.step}\n".encode())
+        listener(event)
+
+    manager._listener = tell
+
+
+def finish(run: Run) -> None:
+    """Turn the loop to its end. A run that was killed after its last save has nothing left to do."""
+    if run.clock.step == run.limits.max_num_steps:
+        run.checkpoints.shutdown()
+    else:
+        loop.train(run)
+
+
+def forked(function: Callable[[], Any]) -> int:
+    """Exit status of a forked child: 0, 2 after an error raised on purpose, 1 after any other; minus a signal."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            function()
+            status = 0
+        except SurefootError:
+            traceback.print_exc()
+            status = 2
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def fresh(folder: Path) -> Path:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def sampled(items: list[Any], count: int | None, seed: int) -> list[Any]:
+    """All of them, or so many, in their order."""
+    if count is None or count >= len(items):
+        return items
+    return [items[i] for i in sorted(random.Random(seed).sample(range(len(items)), count))]

@@ -1,0 +1,49 @@
+"""A few dozen of each torture, for each algorithm. `python -m tests.torture` does thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from surefoot.config_file import algorithm_names
+from tests.helpers.fork_server import ForkServer
+from tests.torture import flipped_runs, moments, operations
+from tests.torture.real_runs import Reference, Tally
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=algorithm_names())
+def reference(request: pytest.FixtureRequest, server: ForkServer, memory_path_of_session: Path) -> Reference:
+    return Reference.made(server, memory_path_of_session / f"torture_{request.param}", request.param)
+
+
+def accept(tally: Tally, at_least: int) -> None:
+    assert not tally.failures, "\n".join(tally.failures)
+    assert tally.done >= at_least
+
+
+@pytest.mark.parametrize("how", ["kill", "kill without exchange", "fail"])
+def test_at_single_operations(server: ForkServer, reference: Reference, memory_path: Path, how: str) -> None:
+    accept(operations.torture(server, reference, memory_path / "t", how, count=8), 8)
+
+
+def test_kills_at_random_moments(server: ForkServer, reference: Reference, memory_path: Path) -> None:
+    accept(moments.kill(server, reference, memory_path / "t", count=24), 24)
+
+
+@pytest.mark.needs_root
+@pytest.mark.usefixtures("can_mount")
+def test_power_cuts_at_random_moments(server: ForkServer, reference: Reference, memory_path: Path) -> None:
+    accept(moments.cut_power(server, reference, memory_path / "t", count=12), 12)
+
+
+def test_damage_to_every_file(reference: Reference, memory_path: Path) -> None:
+    files = sum(path.is_file() for path in reference.straight.glob("checkpoints/step_8/**/*"))
+    accept(flipped_runs.flip(reference, memory_path / "t", count=2 * files), 2 * files)
