@@ -142,10 +142,14 @@ class CheckpointManager:
         """The checkpoint to go on from: the one named, or the newest of the line that verifies.
 
         Raises:
+            CheckpointError: the one named is not there.
             CorruptCheckpoint: the one named is broken, or there are checkpoints and none is sound.
         """
         attempt = self.attempt
         if explicit is not None:
+            if not Path(explicit).is_dir():
+                there = ", ".join(info.path.name for info in self.list_checkpoints()) or "none"
+                raise CheckpointError(f"there is no checkpoint {explicit}. In {self.checkpoint_dir}: {there}")
             return resume.ResumePoint(open_verified(Path(explicit)), (), self._attempt_notes)
         point = resume.newest_sound(self.checkpoint_dir, self.list_checkpoints(), attempt)
         return resume.ResumePoint(point.reader, point.skipped, self._attempt_notes)

@@ -42,13 +42,14 @@ def run(file: str, run_dir: str, hold_at: str, meeting: str, *overrides: str) ->
 
 
 def _in_training(made: Run, meet: Callable[[], None]) -> None:
-    engine = made.kit.engines["policy"]
-    engine.train = _meeting_when(engine.train, meet, lambda: made.clock.step == 2)  # type: ignore[method-assign]
+    engine: Any = made.kit.engines["policy"]
+    engine.train = _meeting_when(engine.train, meet, lambda: made.clock.step == 2)
 
 
 def _waiting_for_a_batch(made: Run, meet: Callable[[], None]) -> None:
     """A source whose third batch never comes: it waits and polls, as one does that waits for rollouts."""
-    take = made.source.take
+    source: Any = made.source
+    take = source.take
 
     def wait(clock: Any, poll: Callable[[], None]) -> Any:
         if clock.step != 2:
@@ -58,12 +59,12 @@ def _waiting_for_a_batch(made: Run, meet: Callable[[], None]) -> None:
             poll()
             time.sleep(0.002)
 
-    made.source.take = wait  # type: ignore[method-assign]
+    source.take = wait
 
 
 def _in_validation(made: Run, meet: Callable[[], None]) -> None:
-    engine = made.kit.engines["policy"]
-    engine.evaluate = _meeting_when(engine.evaluate, meet, lambda: made.clock.step == 4)  # type: ignore[method-assign]
+    engine: Any = made.kit.engines["policy"]
+    engine.evaluate = _meeting_when(engine.evaluate, meet, lambda: made.clock.step == 4)
 
 
 def _in_a_background_save(made: Run, meet: Callable[[], None]) -> None:
@@ -73,7 +74,7 @@ def _in_a_background_save(made: Run, meet: Callable[[], None]) -> None:
 
 def _in_the_last_save(made: Run, meet: Callable[[], None]) -> None:
     """A first signal comes in step 3; then the writer of the save that it asks for is held."""
-    engine = made.kit.engines["policy"]
+    engine: Any = made.kit.engines["policy"]
     train = engine.train
 
     def hit(*args: Any) -> Any:
@@ -81,7 +82,7 @@ def _in_the_last_save(made: Run, meet: Callable[[], None]) -> None:
             os.kill(os.getpid(), 15)
         return train(*args)
 
-    engine.train = hit  # type: ignore[method-assign]
+    engine.train = hit
     storage.observers.append(_once("tmp_step_3/policy/optimizer", meet))
 
 
@@ -131,14 +132,15 @@ def command_line_near_its_deadline(*words: str) -> int:
 
     def late(*args: Any, **kwargs: Any) -> Run:
         made = start(*args, **kwargs)
-        offer = made.checkpoints.offer
+        manager: Any = made.checkpoints
+        offer = manager.offer
 
-        def wait_an_hour(step: int, *more: Any) -> float:
+        def wait_an_hour(step: int, *more: Any) -> None:
             if step == 3:
                 stop.PROCESS_STARTED_S -= 3600
-            return offer(step, *more)
+            offer(step, *more)
 
-        made.checkpoints.offer = wait_an_hour  # type: ignore[method-assign]
+        manager.offer = wait_an_hour
         return made
 
     build.start = late
@@ -149,7 +151,8 @@ def hold_while_tokenizing(file: str, run_dir: str, meeting: str) -> int:
     """Start a run with two tokenizing workers, and hold when the first answer has come."""
     from surefoot.data import workers
 
-    receive = workers._Pool.receive
+    pools: Any = workers._Pool
+    receive = pools.receive
 
     def received(pool: Any) -> Any:
         answer = receive(pool)
@@ -158,6 +161,6 @@ def hold_while_tokenizing(file: str, run_dir: str, meeting: str) -> int:
         time.sleep(600)
         return answer
 
-    workers._Pool.receive = received  # type: ignore[method-assign]
+    pools.receive = received
     runs.started(Path(file), f"run_dir={run_dir}", "data.num_workers=2")
     return 0

@@ -15,7 +15,6 @@ from surefoot import loop
 from surefoot.checkpoint import storage, verify_checkpoint
 from surefoot.errors import SaveFailed
 from surefoot.run import Run
-from surefoot.types import Saveable
 from tests.helpers import runs
 
 STEPS = 6  # saved at 2, 4 and 6
@@ -53,7 +52,7 @@ class Project:
         run = joined(runs.resumed(run_dir, *overrides, **options))
         assert run.clock.step == from_step
         loop.train(run)
-        self.assert_equals_straight(run_dir, run.checkpoints.checkpoint_dir)  # type: ignore[attr-defined]
+        self.assert_equals_straight(run_dir, run.checkpoints.checkpoint_dir)
 
     def assert_equals_straight(self, run_dir: Path, checkpoints: Path | None = None) -> None:
         last = (checkpoints or run_dir / "checkpoints") / f"step_{STEPS}"
@@ -64,41 +63,42 @@ class Project:
 
 def joined(run: Run) -> Run:
     """The background writer has ended when the next step begins: so it is certain where a failure shows."""
-    manager = run.checkpoints
+    manager: Any = run.checkpoints
     offer = manager.offer
 
-    def offer_and_wait(*args: Any, **kwargs: Any) -> float:
-        held_s = offer(*args, **kwargs)
-        manager.wait_for_finalization()  # type: ignore[attr-defined]
-        return held_s
+    def offer_and_wait(*args: Any, **kwargs: Any) -> None:
+        offer(*args, **kwargs)
+        manager.wait_for_finalization()
 
-    manager.offer = offer_and_wait  # type: ignore[method-assign]
+    manager.offer = offer_and_wait
     return run
 
 
 def before_offer(run: Run, step: int, act: Callable[[], Any]) -> None:
     """Do something to the world when the loop has done this step, just before it offers the save."""
-    offer = run.checkpoints.offer
+    manager: Any = run.checkpoints
+    offer = manager.offer
 
-    def act_and_offer(at: int, *args: Any, **kwargs: Any) -> float:
+    def act_and_offer(at: int, *args: Any, **kwargs: Any) -> None:
         if at == step:
             act()
-        return offer(at, *args, **kwargs)
+        offer(at, *args, **kwargs)
 
-    run.checkpoints.offer = act_and_offer  # type: ignore[method-assign]
+    manager.offer = act_and_offer
 
 
 def trained_steps(run: Run) -> list[int]:
     """The step in which each call of an engine's `train` was made, filled while the run turns."""
     calls: list[int] = []
-    for engine in run.kit.engines.values():
+    engines: Any = run.kit.engines.values()
+    for engine in engines:
         train = engine.train
 
         def counted(*args: Any, train: Callable[..., Any] = train, **kwargs: Any) -> Any:
             calls.append(run.clock.step + 1)
             return train(*args, **kwargs)
 
-        engine.train = counted  # type: ignore[method-assign]
+        engine.train = counted
     return calls
 
 
@@ -140,10 +140,10 @@ def observing(observer: Callable[[str, str], None]) -> Iterator[None]:
 
 def plant_writer(run: Run, step: int, writer: Callable[[Any], None]) -> None:
     """Let the algorithm's part of the checkpoint of `step` be written by `writer`."""
-    part: Saveable = run.algorithm
+    part: Any = run.algorithm
     snapshot = part.snapshot
 
     def planted() -> Callable[[Any], None]:
         return writer if run.clock.step == step else snapshot()
 
-    part.snapshot = planted  # type: ignore[method-assign]
+    part.snapshot = planted

@@ -12,6 +12,7 @@ import pytest
 
 from surefoot import loop
 from surefoot.errors import SaveFailed, SurefootError
+from surefoot.run import Run
 from tests.faults.project import Project, assert_all_sound, before_offer, fails, joined, observing, train_lines
 from tests.helpers import mounts, runs
 from tests.helpers.fork_server import ForkServer
@@ -113,9 +114,9 @@ def test_the_rename_is_refused(project: Project, memory_path: Path, moment: str)
         project.assert_goes_on(run_dir, 2)
 
 
-def _fails_after_two_more(run: object) -> SaveFailed:
+def _fails_after_two_more(run: Run) -> SaveFailed:
     with pytest.raises(SaveFailed) as caught:
-        loop.train(run)  # type: ignore[arg-type]
+        loop.train(run)
     return caught.value
 
 

@@ -54,7 +54,7 @@ def test_a_weight_that_breaks_the_loss(every_project: Project, memory_path: Path
     """Planted in step 4: that step is not done, and the run goes on from step 2 as if nothing had happened."""
     run_dir = memory_path / "run"
     run = every_project.start(run_dir)
-    engine = run.kit.engines["policy"]
+    engine: Any = run.kit.engines["policy"]
     train = engine.train
 
     def planted(*args: Any) -> Any:
@@ -62,7 +62,7 @@ def test_a_weight_that_breaks_the_loss(every_project: Project, memory_path: Path
             plant(run, value)
         return train(*args)
 
-    engine.train = planted  # type: ignore[method-assign]
+    engine.train = planted
     with pytest.raises(NonFiniteError):
         loop.train(run)
     assert run.clock.step == 3

@@ -29,7 +29,7 @@ def names(folder: Path) -> set[str]:
 def test_the_disk_is_full_at_the_start(project: Project, memory_path: Path, leave: int) -> None:
     with mounts.tmpfs(memory_path / "disk", mounts.MIB) as disk:
         mounts.fill(disk, leave)
-        with pytest.raises(CheckpointError, match="No space left on device|GiB free") as caught:
+        with pytest.raises(CheckpointError, match=r"No space left on device|GiB free") as caught:
             project.start(memory_path / "run", f"checkpointing.checkpoint_dir={disk / 'checkpoints'}")
         assert str(disk / "checkpoints") in str(caught.value)
         assert names(memory_path) == {"disk", "disk/filler"}

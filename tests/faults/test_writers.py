@@ -209,7 +209,7 @@ def test_a_failure_while_another_error_ends_the_run_masks_nothing(
         raise OSError(errno.EIO, "Input/output error")
 
     def crash() -> None:
-        run.checkpoints.wait_for_finalization()  # type: ignore[attr-defined]
+        run.checkpoints.wait_for_finalization()
         raise ZeroDivisionError("a bug in the step")
 
     plant_writer(run, 2, writer)
@@ -223,7 +223,7 @@ def test_a_failure_while_another_error_ends_the_run_masks_nothing(
 def test_a_crash_in_a_step_leaves_the_last_save_whole(project: Project, memory_path: Path) -> None:
     run_dir = memory_path / "run"
     run = runs.started(project.file, f"run_dir={run_dir}")
-    engine = run.kit.engines["policy"]
+    engine: Any = run.kit.engines["policy"]
     train = engine.train
 
     def crash(*args: Any) -> Any:
@@ -231,7 +231,7 @@ def test_a_crash_in_a_step_leaves_the_last_save_whole(project: Project, memory_p
             raise torch.OutOfMemoryError("no memory")
         return train(*args)
 
-    engine.train = crash  # type: ignore[method-assign]
+    engine.train = crash
     with pytest.raises(torch.OutOfMemoryError):
         loop.train(run)
     assert_all_sound(run_dir / "checkpoints")

@@ -42,6 +42,7 @@ class Child:
         self.pid = pid
         self._server, self._log = server, log
         self._status: int | None = None
+        self._waiting = False
 
     def signal(self, number: int) -> None:
         if self._status is None:
@@ -49,14 +50,23 @@ class Child:
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """Exit status, or minus the signal that ended it. One that hangs leaves its stacks in the log."""
+        status = self.wait_a_little(timeout_s)
+        if status is None:
+            os.kill(self.pid, signal.SIGABRT)  # faulthandler writes where it hangs
+            self.wait_a_little(timeout_s)
+            raise AssertionError(f"child {self.pid} did not end in {timeout_s} s:\n{self.log}")
+        return status
+
+    def wait_a_little(self, timeout_s: float) -> int | None:
+        """The same; `None` if it has not ended by then."""
         if self._status is None:
-            self._server.send({"wait": self.pid})
+            if not self._waiting:
+                self._server.send({"wait": self.pid})
+                self._waiting = True
             try:
                 self._status = self._server.answer(timeout_s)["status"]
             except TimeoutError:
-                os.kill(self.pid, signal.SIGABRT)  # faulthandler writes where it hangs
-                self._status = self._server.answer(timeout_s)["status"]
-                raise AssertionError(f"child {self.pid} did not end in {timeout_s} s:\n{self.log}") from None
+                return None
         return self._status
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import itertools
 import os
 import shutil
 import struct
@@ -111,10 +112,10 @@ def use_up_inodes(folder: Path, leave: int) -> Path:
     """Make empty files until only `leave` more can be made. Returns the folder that holds them."""
     holder = folder / "inodes"
     holder.mkdir()
-    made = []
+    made: list[Path] = []
     with suppress_full():
-        while True:
-            path = holder / str(len(made))
+        for number in itertools.count():
+            path = holder / str(number)
             path.touch()
             made.append(path)
     for path in made[len(made) - leave :]:

@@ -30,7 +30,6 @@ from tests.torture.real_runs import (
     sampled,
 )
 
-ONE_HOUR_S = 3600.0
 # Two steps are trained and saved: the last but one is new, the last replaces one.
 BRANCH_AT = STEPS - 2
 
@@ -51,11 +50,19 @@ def torture(
     words = (reference.algorithm, reference.file, reference.straight, folder, how, count, seed)
     child = server.start(_torture, *words, log=log)
     with tally.judging(f"seed {seed}"):
-        status = child.wait(ONE_HOUR_S)
-        tally.done = len((folder / "done").read_text().splitlines()) if (folder / "done").exists() else 0
-        progress(tally.done)
+        status = None
+        while status is None:
+            status = child.wait_a_little(1.0)
+            tally.done = _lines(folder / "done")
+            progress(tally.done)
         assert status == 0, child.log[-4000:]
+    if how == "fail":
+        tally.notes = f"{_lines(folder / 'stopped')} stopped the run, the others did not matter"
     return tally
+
+
+def _lines(file: Path) -> int:
+    return file.read_text().count("\n") if file.exists() else 0
 
 
 def _torture(algorithm: str, file: str, straight: str, folder: str, how: str, count: int | None, seed: int) -> int:
@@ -101,6 +108,9 @@ def _fail_each(template: Path, workdir: Path, check: Any, choose: Any) -> None:
         directory = fresh(workdir / "live")
         shutil.copytree(template, directory, dirs_exist_ok=True)
         status = forked(functools.partial(_go_on_with_a_failure, directory, operation.index))
+        if status == 2:
+            with (workdir.parent / "stopped").open("a") as stopped:
+                stopped.write(f"{operation}\n")
         assert status in (0, 2), (
             f"after {operation} failed, the run ended with a bare traceback, or was killed: {status}"
         )

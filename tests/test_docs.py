@@ -1,0 +1,60 @@
+"""Every command in a `console` block of the docs, and of the README's "Your own run", runs as written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from surefoot import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def commands(page: Path) -> list[str]:
+    blocks = re.findall(r"```console\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    if page.name == "README.md":
+        section = page.read_text().partition("## Your own run")[2]
+        blocks = re.findall(r"```\n(.*?)```", section, flags=re.DOTALL)[:1]
+    lines = [line.removeprefix("$ ").strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def run(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    program, *arguments = shlex.split(command, comments=True)
+    assert program == "surefoot", command
+    monkeypatch.setattr(sys, "argv", ["surefoot", *arguments])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_commands_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    for command in commands(page):
+        assert run(command, monkeypatch) == 0, command
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_reference_is_that_of_the_code() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import reference
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == reference.page(), "run tools/reference.py"

@@ -1,0 +1,71 @@
+"""Write docs/configuration.md from the sections' own definitions: `python tools/reference.py`."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from surefoot.config import RunConfig
+from surefoot.config_file import algorithm_names, load_algorithm
+
+HEADER = """# Configuration
+
+One YAML file per run; `surefoot config show FILE` prints the effective one, `surefoot config check FILE` validates it.
+This page is written from the code by `tools/reference.py`.
+
+```console
+$ surefoot config show examples/sft.yaml max_num_steps=10
+$ surefoot config check examples/sft.yaml
+```
+"""
+
+
+def sections(model: type[BaseModel], path: str) -> typing.Iterator[tuple[str, type[BaseModel]]]:
+    yield path, model
+    for name, info in model.model_fields.items():
+        for inner in (info.annotation, *typing.get_args(info.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                many = typing.get_origin(info.annotation) is dict
+                yield from sections(inner, f"{path}.{name}" + (".<name>" if many else "") if path else name)
+
+
+def default(info: Any) -> str:
+    if info.default is PydanticUndefined:
+        return "required"
+    return "see below" if isinstance(info.default, BaseModel) else f"`{info.default!r}`"
+
+
+def kind(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return "section" if issubclass(annotation, BaseModel) else annotation.__name__
+    parts = [kind(part) for part in typing.get_args(annotation) if part is not type(None)]
+    if typing.get_origin(annotation) is dict:
+        return f"mapping to {parts[-1]}"
+    return parts[0] if typing.get_origin(annotation) is typing.Annotated else " or ".join(parts)
+
+
+def page() -> str:
+    found = list(sections(RunConfig, ""))
+    found += [(name, load_algorithm(name).Config) for name in algorithm_names()]
+    text = HEADER
+    for path, model in found:
+        text += f"\n## {f'`{path}`' if path else 'The run'}\n\n{inspect.getdoc(model)}\n\n"
+        text += "| key | type | default |\n|---|---|---|\n"
+        for name, info in model.model_fields.items():
+            text += f"| `{name}` | {kind(info.annotation)} | {default(info)} |\n"
+    return text
+
+
+def main() -> None:
+    (Path(__file__).parent.parent / "docs" / "configuration.md").write_text(page())
+
+
+if __name__ == "__main__":
+    main()
