@@ -45,9 +45,10 @@ def claim(run_dir: Path, checkpoint_dir: Path, *, overwrite: bool) -> None:
 def give_back(run_dir: Path, checkpoint_dir: Path) -> None:
     """After a start that failed: remove its lock files and empty folders, so that it can be tried again."""
     for folder in (checkpoint_dir, run_dir):
-        if folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir()):
+        if folder.is_dir() and all(_is_of_a_start(path) for path in folder.iterdir()):
             with suppress(OSError):
-                (folder / LOCK_FILE).unlink(missing_ok=True)
+                for path in folder.iterdir():
+                    path.unlink()
                 folder.rmdir()
 
 
@@ -69,12 +70,16 @@ def _is_run(folder: Path) -> bool:
 
 
 def _is_empty_shell(path: Path) -> bool:
-    """A lock file, or a checkpoints folder with nothing else in it: what a start that was killed leaves."""
-    if path.is_symlink():
-        return False
-    if path.is_dir():
-        return path.name == "checkpoints" and all(inner.name == LOCK_FILE for inner in path.iterdir())
-    return path.name == LOCK_FILE
+    """What a start that was killed leaves: its files, or a checkpoints folder with nothing else in it."""
+    if path.is_dir() and not path.is_symlink():
+        return path.name == "checkpoints" and all(_is_of_a_start(inner) for inner in path.iterdir())
+    return _is_of_a_start(path)
+
+
+def _is_of_a_start(path: Path) -> bool:
+    """The lock, the file that proves that the folder can be written to, and half a configuration."""
+    ours = path.name.startswith(LOCK_FILE) or path.name == f".{CONFIG_FILE}.tmp"
+    return ours and path.is_file() and not path.is_symlink()
 
 
 def _move_aside(folder: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -129,6 +130,9 @@ class CheckpointManager:
                 self._warn(path, "is from a save that did not finish; it is kept until that step is saved again")
             commit.empty_trash(self.checkpoint_dir)
             self.check_space(state_bytes, num_saves)
+        except OSError as error:
+            self._unlock()
+            raise CheckpointError(f"{self.checkpoint_dir} cannot be cleaned up after the last run: {error}") from error
         except BaseException:
             self._unlock()
             raise
@@ -147,7 +151,7 @@ class CheckpointManager:
         """
         attempt = self.attempt
         if explicit is not None:
-            if not Path(explicit).is_dir():
+            if not os.path.lexists(explicit):
                 there = ", ".join(info.path.name for info in self.list_checkpoints()) or "none"
                 raise CheckpointError(f"there is no checkpoint {explicit}. In {self.checkpoint_dir}: {there}")
             return resume.ResumePoint(open_verified(Path(explicit)), (), self._attempt_notes)
@@ -155,14 +159,21 @@ class CheckpointManager:
         return resume.ResumePoint(point.reader, point.skipped, self._attempt_notes)
 
     def start_attempt(self, point: resume.ResumePoint | None = None) -> None:
-        """Put on record, before anything else is written, what this run goes on from."""
+        """Put on record, before anything else is written, what this run goes on from.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         found = directory.scan(self.checkpoint_dir)
         used = [entry.attempt for info in found if info.manifest for entry in info.manifest.lineage]
         current = self.attempt if used or (self.checkpoint_dir / lineage.ATTEMPT_FILE).exists() else None
         used += [entry.attempt for entry in current.lineage] if current else []
         point = point or resume.ResumePoint(None)
         self._attempt = resume.next_attempt(self.checkpoint_dir, current, point, max(used, default=0))
-        lineage.write_attempt(self.checkpoint_dir, self._attempt)
+        try:
+            lineage.write_attempt(self.checkpoint_dir, self._attempt)
+        except OSError as error:
+            raise CheckpointError(f"{self.checkpoint_dir / lineage.ATTEMPT_FILE} cannot be written: {error}") from error
 
     @property
     def attempt(self) -> lineage.Attempt:

@@ -76,12 +76,6 @@ def _lengths(dataset: Dataset) -> dict[str, int]:
     return {name: ordered[min(int(share * len(ordered)), len(ordered) - 1)] for name, share in at.items()}
 
 
-def _tokens(dataset: Dataset, tokenizer: Any, i: int) -> list[tuple[str, bool]]:
-    """Each token's text and whether it is trained."""
-    mask = (dataset.loss_mask(i) > 0).tolist()
-    return [(tokenizer.decode([token]), trained) for token, trained in zip(dataset.ids(i).tolist(), mask, strict=True)]
-
-
 def _as_json(dataset: Dataset, tokenizer: Any, rows: int) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -94,12 +88,12 @@ def _as_json(dataset: Dataset, tokenizer: Any, rows: int) -> dict[str, Any]:
         }
         for i in range(min(rows, len(dataset)))
     ]
-    counts, lengths = asdict(dataset.counts), _lengths(dataset)
+    kept = {"kept": len(dataset), "tokens": len(dataset.tokens), "trained_tokens": int(dataset.trained.sum())}
     return {
         "name": dataset.name,
         "fingerprint": dataset.fingerprint,
-        "counts": counts,
-        "lengths": lengths,
+        "counts": kept | asdict(dataset.counts),
+        "lengths": _lengths(dataset),
         "rows": shown,
     }
 
@@ -110,14 +104,12 @@ def _show(dataset: Dataset, tokenizer: Any, rows: int, max_length: int) -> None:
 
     console = Console(highlight=False)
     counts, shown = dataset.counts, range(min(rows, len(dataset)))
-    console.print(
-        Text.assemble("tokens: ", ("trained", "bold green"), " ", ("context", "dim"), " ", ("padding", "red"))
-    )
+    console.print(Text.assemble("tokens: ", ("trained", "bold green"), (" context ", "dim"), ("padding", "red")))
     width = max(int(dataset.lengths[i]) for i in shown)
     for i in shown:
         line = Text(f"row {int(dataset.row_index[i])}: ", style="bold")
-        for text, trained in _tokens(dataset, tokenizer, i):
-            line.append(text.replace("\n", "↵\n"), style="bold green" if trained else "dim")
+        for token, trained in zip(dataset.ids(i).tolist(), dataset.loss_mask(i).tolist(), strict=True):
+            line.append(tokenizer.decode([token]).replace("\n", "↵\n"), style="bold green" if trained else "dim")
             line.append("|", style="bright_black")
         if padding := width - int(dataset.lengths[i]):
             line.append(f" + {padding} padding", style="red")

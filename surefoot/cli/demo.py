@@ -23,4 +23,4 @@ def demo(
     except KeyboardInterrupt:
         typer.secho(f"interrupted: both runs are stopped, what they wrote stays in {directory}", fg="red", err=True)
         raise typer.Exit(130) from None
-    raise typer.Exit(0 if held else 1)
+    raise typer.Exit(not held)

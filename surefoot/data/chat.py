@@ -12,7 +12,7 @@ rendering, never guessed:
 3. where a template writes earlier turns differently once later ones follow (it strips thoughts from the history), the
    chat becomes one text for each trained turn, exactly as the model meets that turn when it generates.
 
-Marked spans are found with private characters printed in place of the markers, and the text without these must be the
+Marked spans are found with a private character printed in place of the markers, and the text without these must be the
 template's own; Transformers' `return_assistant_tokens_mask` misplaces the spans of markers inside a Jinja macro.
 """
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -34,20 +33,10 @@ _log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-Templates = str | Mapping[str, str]
+Tools = list[Any] | None
 
-_MARKER = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-_OPEN, _CLOSE = "\U000f0000", "\U000f0001"
-_REJECTED = "refused by the chat template"
-
-
-def _check_syntax(text: str, where: str) -> None:
-    try:
-        render_jinja_template([[{"role": "user", "content": "x"}]], chat_template=text)
-    except jinja2.TemplateSyntaxError as error:
-        raise ModelError(f"{where}: not valid Jinja in line {error.lineno}: {error.message}") from error
-    except Exception:  # a template may refuse this one chat; the rows will show
-        return
+_MARKER = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+_PRIVATE = "\U000f0000"
 
 
 def with_system(messages: Sequence[Message], system_prompt: str | None, fold: bool) -> list[Message]:
@@ -81,19 +70,17 @@ class ChatTemplate:
         ModelError: a template is not valid Jinja, or there is no default one.
     """
 
-    def __init__(self, templates: Templates, variables: Mapping[str, Any], control_tokens: Sequence[str]) -> None:
+    def __init__(
+        self, templates: str | Mapping[str, str], variables: Mapping[str, Any], control_tokens: Sequence[str]
+    ) -> None:
         self._templates = {"default": templates} if isinstance(templates, str) else dict(templates)
         self._variables = dict(variables)
         self._control_tokens = tuple(token for token in control_tokens if token)
         if "default" not in self._templates:
             raise ModelError(f"expected a chat template named 'default', found {', '.join(self._templates)}")
-        for name, text in self._templates.items():
-            _check_syntax(text, f"chat template {name!r}")
-            if "strftime_now" in text:
-                _log.warning("the chat template writes today's date: on another day the same rows give other tokens")
-        self._headers = {text: self._probe(text) for text in self._templates.values()}
+        self._try_out()
 
-    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False) -> str:
         """The chat as text; with `prompt`, and the generation prompt behind it.
 
         Raises:
@@ -102,7 +89,7 @@ class ChatTemplate:
         return self._render(self._template(tools), messages, tools, prompt)
 
     def trained_texts(
-        self, messages: Sequence[Message], tools: list[Any] | None, answers: int, *, last_only: bool
+        self, messages: Sequence[Message], tools: Tools, answers: int, *, last_only: bool
     ) -> list[tuple[str, list[Span]]]:
         """The chat as one text, or several (see 3. above), each with its trained character spans in order, and cut off
         behind the last of them.
@@ -124,65 +111,46 @@ class ChatTemplate:
             return []
         text = self.render(messages, tools)
         try:
-            return [_cut(text, self._spans(text, messages, tools, turns))]
-        except _Unproven:
-            if turns == [len(messages) - 1]:
-                raise
-        texts = []
-        for turn in turns:
-            upto = messages[: turn + 1]
-            text = self.render(upto, tools)
-            texts.append(_cut(text, self._spans(text, upto, tools, [turn])))
-        return texts
+            return [self._trained_text(text, messages, tools, turns)]
+        except RowError:
+            beginnings = [(messages[: turn + 1], turn) for turn in turns]
+            return [self._trained_text(self.render(chat, tools), chat, tools, [turn]) for chat, turn in beginnings]
 
-    def _template(self, tools: list[Any] | None) -> str:
-        return self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
-
-    def _render(self, template: str, messages: Sequence[Message], tools: list[Any] | None, prompt: bool) -> str:
-        try:
-            texts, _ = render_jinja_template(
-                [list(messages)], tools=tools, chat_template=template, add_generation_prompt=prompt, **self._variables
-            )
-        except Exception as error:  # a template is the user's program: whatever it raises is its reason
-            roles = ", ".join(message["role"] for message in messages)
-            raise RowError(_REJECTED, f"the chat template refuses the turns [{roles}]: {error}") from error
-        return str(texts[0])
-
-    def _spans(
-        self, text: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
-    ) -> list[Span]:
+    def _trained_text(
+        self, text: str, messages: Sequence[Message], tools: Tools, turns: Sequence[int]
+    ) -> tuple[str, list[Span]]:
         marks = self._marks(text, messages, tools)
-        spans = []
+        spans: list[Span] = []
         for turn in turns:
-            last = turn == len(messages) - 1
-            upto = text if last else self.render(messages[: turn + 1], tools)
+            upto = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
             if not text.startswith(upto):
-                raise _Unproven(turn, "the template writes it differently once later turns follow")
-            start, proven = self._answer_start(upto, messages[:turn], tools, turn)
+                raise _unproven(turn, "the template writes it differently once later turns follow")
+            start, proven = self._answer_start(upto, messages[: turn + 1], tools)
             inside = [(max(a, start), min(b, len(upto))) for a, b in marks if a < len(upto) and b > start]
             inside = [(a, b) for a, b in inside if text[a:b].strip()]
             if not inside and not proven:
                 prompt = self.render(messages[:turn], tools, prompt=True)
-                raise _Unproven(turn, f"it does not go on from the generation prompt, which ends in {prompt[-30:]!r}")
+                raise _unproven(turn, f"it does not go on from the generation prompt, which ends in {prompt[-30:]!r}")
             spans += self._with_end(text, inside or [(start, len(upto))], len(upto))
-        return spans
+        return text[: spans[-1][1]], spans
 
-    def _answer_start(
-        self, upto: str, before: Sequence[Message], tools: list[Any] | None, turn: int
-    ) -> tuple[int, bool]:
-        """Where the model takes over, and whether that is proven; if not, where the turn begins, header included."""
-        prompt = self.render(before, tools, prompt=True)
-        if upto.startswith(prompt):
-            header = self._headers[self._template(tools)]
-            if header is None:
-                return len(prompt), prompt != self.render(before, tools)
-            if upto.startswith(header, len(prompt)):
-                return len(prompt) + len(header), True
-            return len(prompt), False
-        bare = self.render(before, tools)
-        if not upto.startswith(bare):
-            raise _Unproven(turn, "the template writes the turns before it differently when it follows")
-        return len(bare), False
+    def _answer_start(self, upto: str, messages: Sequence[Message], tools: Tools) -> tuple[int, bool]:
+        """Where the model takes over in the last turn, and whether that is proven; if not, where the turn begins. A
+        template without a generation prompt may write a header before answers, which is no part of them: what comes in
+        front of another answer as well, but for spaces."""
+        *before, answer = messages
+        bare, prompt = self.render(before, tools), self.render(before, tools, prompt=True)
+        if not upto.startswith(prompt):
+            if not upto.startswith(bare):
+                raise _unproven(len(before), "the template writes the turns before it differently when it follows")
+            return len(bare), False
+        if prompt != bare:
+            return len(prompt), True
+        other = self.render([*before, {"role": answer["role"], "content": _PRIVATE}], tools)
+        start = other.partition(_PRIVATE)[0].rstrip(" ")
+        if not start[len(prompt) :].strip():
+            return len(prompt), True
+        return (len(start), True) if upto.startswith(start) else (len(prompt), False)
 
     def _with_end(self, text: str, spans: list[Span], turn_end: int) -> list[Span]:
         """Take in an end-of-turn token that the markers left out, and leave out the white space behind it."""
@@ -192,66 +160,54 @@ class ChatTemplate:
         body = text[start:end].rstrip()
         return [*earlier, (start, start + len(body) if body.endswith(self._control_tokens) else end)]
 
-    def _marks(self, text: str, messages: Sequence[Message], tools: list[Any] | None) -> list[Span]:
+    def _marks(self, text: str, messages: Sequence[Message], tools: Tools) -> list[Span]:
+        """The spans between `{% generation %}` and `{% endgeneration %}`."""
         template = self._template(tools)
         if not _MARKER.search(template):
             return []
-
-        def printed(match: re.Match[str]) -> str:
-            return f"{{%{match[1]} print '{_CLOSE if match[2] else _OPEN}' {match[3]}%}}"
-
-        marked = self._render(_MARKER.sub(printed, template), messages, tools, prompt=False)
-        if marked.replace(_OPEN, "").replace(_CLOSE, "") != text:
+        printing = _MARKER.sub(rf"{{%\1 print '{_PRIVATE}' \2%}}", template)
+        marked = self._render(printing, messages, tools, prompt=False)
+        if marked.replace(_PRIVATE, "") != text or marked.count(_PRIVATE) % 2:
             return []
-        marks, start, end = [], 0, 0
-        for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
-            if part == _OPEN:
-                start = end
-            elif part == _CLOSE:
-                marks.append((start, end))
-            else:
-                end += len(part)
-        return marks
+        edges = [match.start() - i for i, match in enumerate(re.finditer(_PRIVATE, marked))]
+        return list(zip(edges[::2], edges[1::2], strict=True))
 
-    def _probe(self, template: str) -> str | None:
-        """Try the template on the smallest chat, and warn of what training alone cannot make good.
+    def _template(self, tools: Tools) -> str:
+        return self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
 
-        Returns:
-            What a template without a generation prompt writes before every answer: the part that two different answers
-            share. Empty where there is a generation prompt, or nothing but space; `None` where it cannot be known.
-        """
-        asked = [{"role": "user", "content": "a"}]
+    def _render(self, template: str, messages: Sequence[Message], tools: Tools, prompt: bool) -> str:
         try:
-            answered = [
-                self._render(template, [*asked, {"role": "assistant", "content": answer}], None, False)
-                for answer in ("b", "c")
-            ]
-            prompt = self._render(template, asked, None, True)
-            announced = prompt != self._render(template, asked, None, False)
-        except RowError:
-            return None
-        if not answered[0].rstrip().endswith(self._control_tokens):
+            texts, _ = render_jinja_template(
+                [list(messages)], tools=tools, chat_template=template, add_generation_prompt=prompt, **self._variables
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the chat template is not valid Jinja in line {error.lineno}: {error.message}") from error
+        except Exception as error:  # a template is the user's program: whatever it raises is its reason
+            roles = ", ".join(message["role"] for message in messages)
+            reason = f"the chat template refuses the turns [{roles}]: {error}"
+            raise RowError("refused by the chat template", reason) from error
+        return str(texts[0])
+
+    def _try_out(self) -> None:
+        """Warn of what training alone cannot make good, seen on the smallest chat."""
+        if any("strftime_now" in text for text in self._templates.values()):
+            _log.warning("the chat template writes today's date: on another day the same rows give other tokens")
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            prompt = self.render(chat[:1], prompt=True)
+            ((text, spans),) = self.trained_texts(chat, None, 1, last_only=True)
+        except RowError:  # a template may refuse this one chat; the rows will show
+            return
+        if not text.endswith(self._control_tokens):
             _log.warning("the chat template writes no special token behind an answer: the model may not learn to stop")
-        if announced:
-            return ""
-        if not answered[0].startswith(prompt):
-            return None
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(*answered, strict=False))
-        header = "".join(char for char, _ in same)[len(prompt) :].rstrip(" ")
-        if not header.strip():
-            return ""
-        _log.warning(
-            "the chat template has no generation prompt: it writes %r before answers, which is not trained; generation "
-            "must put it behind the prompt",
-            header,
-        )
-        return header
+        header = text[len(prompt) : spans[0][0]]
+        if header.strip() and prompt == self.render(chat[:1]):
+            _log.warning(
+                "the chat template has no generation prompt: it writes %r before answers, which is not trained; "
+                "generation must put it behind the prompt",
+                header,
+            )
 
 
-def _cut(text: str, spans: list[Span]) -> tuple[str, list[Span]]:
-    return text[: spans[-1][1]], spans
-
-
-class _Unproven(RowError):
-    def __init__(self, turn: int, why: str) -> None:
-        super().__init__("turn cannot be told apart", f"what to train of message {turn} cannot be told: {why}")
+def _unproven(turn: int, why: str) -> RowError:
+    return RowError("turn cannot be told apart", f"what to train of message {turn} cannot be told: {why}")

@@ -38,7 +38,7 @@ class Cursor:
     @property
     def steps_per_epoch(self) -> int:
         whole, rest = divmod(self.num_rows, self.rows_per_step)
-        return whole + (1 if rest and not self.drop_last else 0)
+        return whole + (rest > 0 and not self.drop_last)
 
     @property
     def epoch_is_done(self) -> bool:
@@ -46,13 +46,7 @@ class Cursor:
         return left < (self.rows_per_step if self.drop_last else 1)
 
     def take(self) -> tuple[int, int, Tensor]:
-        """The next step: its epoch, the draw number of its first row in that epoch, and its rows' indices [rows].
-
-        Raises:
-            ValueError: an epoch has no step.
-        """
-        if self.steps_per_epoch == 0:
-            raise ValueError(f"{self.num_rows} rows give no step of {self.rows_per_step}")
+        """The next step: its epoch, the draw number of its first row in that epoch, and its rows' indices [rows]."""
         if self.epoch_is_done:
             self.epoch, self.offset = self.epoch + 1, 0
         draw = self.offset

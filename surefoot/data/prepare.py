@@ -7,7 +7,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from surefoot.config import DataConfig, DatasetConfig
 from surefoot.data.datasets import read
-from surefoot.data.encode import Encoded, Encoder, EncodingOptions
-from surefoot.data.rows import BadRow, Row, RowChecker, RowError
+from surefoot.data.encode import Encoded, Encoder, Outcome
+from surefoot.data.rows import BadRow, Row, RowChecker
 from surefoot.data.workers import encode_chunks
-from surefoot.errors import DataError, ModelError
+from surefoot.errors import DataError
 
 _log = logging.getLogger(__name__)
 
@@ -29,30 +30,25 @@ _CHUNK_ROWS = 256
 _LISTED = 10
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
     """What became of a file's rows.
 
     Attributes:
         rows: rows read.
-        kept: sequences to train on; a chat whose template rewrites earlier turns gives several.
-        split: chats that gave several.
-        dropped: sequences or rows without anything to train, by reason.
-        skipped: bad rows left out (`on_bad_row: skip`), by reason.
-        truncated: sequences that were cut at the length limit.
+        split: chats that became several sequences, because their template rewrites earlier turns.
+        truncated: sequences that were cut at the length limit, those dropped for it included.
         longest: tokens of the longest sequence, before cutting.
-        tokens, trained_tokens: of what is kept.
+        dropped: rows or sequences without anything to train, by reason.
+        skipped: bad rows left out (`on_bad_row: skip`), by reason.
     """
 
     rows: int
-    kept: int
-    split: int
-    dropped: dict[str, int]
-    skipped: dict[str, int]
-    truncated: int
-    longest: int
-    tokens: int
-    trained_tokens: int
+    split: int = 0
+    truncated: int = 0
+    longest: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +93,8 @@ class Dataset:
     def description(self) -> str:
         """One line for people."""
         c = self.counts
-        parts = [f"{self.name}: {c.kept} of {c.rows} rows, {c.tokens} tokens, {c.trained_tokens} of them trained"]
+        trained = int(self.trained.sum())
+        parts = [f"{self.name}: {len(self)} of {c.rows} rows, {len(self.tokens)} tokens, {trained} of them trained"]
         parts += [f"{c.split} chats split by turn"] if c.split else []
         parts += [f"{c.truncated} cut at the length limit (longest: {c.longest} tokens)"] if c.truncated else []
         parts += [f"{_reasons(c.dropped)} dropped"] if c.dropped else []
@@ -113,123 +110,86 @@ def prepare(
     Args:
         tokenizer: a Hugging Face fast tokenizer whose `chat_template` is the one to use.
         max_length: tokens of a row; the rest is cut off at the right.
-        progress: called now and then with the rows done and their number (`None`: not known).
+        progress: called now and then with the rows done and their number.
 
     Raises:
         DataError: the file cannot be read, rows are bad, or nothing is left to train on.
         ModelError: the tokenizer does not fit the rows.
     """
-    options = encoding_options(data, tokenizer, max_length)
-    encoder = Encoder(options)
-    as_chat = data.prompt_format == "chat" or (data.prompt_format == "auto" and options.chat_template is not None)
+    encoder = Encoder(tokenizer, data, max_length)
+    template = tokenizer.chat_template
+    as_chat = data.prompt_format == "chat" or (data.prompt_format == "auto" and template is not None)
     checker = RowChecker(config.columns, as_chat=as_chat)
     raw, total = read(config)
-    bad: list[BadRow] = []
-    out, done = Encoded(), 0
-
-    def chunks() -> Iterator[list[Row]]:
-        chunk: list[Row] = []
-        for row in raw:
-            try:
-                if isinstance(row.value, BadRow):
-                    bad.append(row.value)
-                else:
-                    chunk.append(checker.check(row.index, row.where, row.value))
-            except RowError as error:
-                bad.append(BadRow(row.index, row.where, error.reason, error.detail))
-            if len(chunk) == _CHUNK_ROWS:
-                yield chunk
-                chunk = []
-        if chunk:
-            yield chunk
-
-    with closing(encode_chunks(chunks(), options, encoder, data.num_workers)) as results:
-        for rows, encoded in results:
-            out.extend(encoded)
-            done += rows
+    outcomes: list[Outcome] = []
+    with closing(encode_chunks(_chunks(raw, checker), encoder, data.num_workers)) as results:
+        for encoded in results:
+            outcomes += encoded
             if progress is not None:
-                progress(done + len(bad), total)
-    if progress is not None:
-        progress(done + len(bad), done + len(bad))
-    dataset = _assemble(config, out, done + len(bad), sorted(bad + out.bad, key=lambda row: row.index))
-    _warn_of_what_has_no_effect(config, data, checker, options.chat_template)
-    return dataset
-
-
-def _warn_of_what_has_no_effect(
-    config: DatasetConfig, data: DataConfig, checker: RowChecker, template: str | dict[str, str] | None
-) -> None:
+                progress(len(outcomes), total)
+    dataset = _assemble(config, outcomes, max_length)
     if not checker.saw_chats and (data.system_prompt is not None or data.fold_system):
         _log.warning("%s: no row is a chat: data.system_prompt and data.fold_system have no effect", config.path)
     if checker.saw_tools and "tools" not in str(template):
         _log.warning("%s: rows have tools, which the chat template never mentions: no model sees them", config.path)
-
-
-def encoding_options(data: DataConfig, tokenizer: Any, max_length: int) -> EncodingOptions:
-    """All that decides the tokens of a row, as plain data.
-
-    Raises:
-        ModelError: the tokenizer is not a fast one.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ModelError(
-            f"{type(tokenizer).__name__}: expected a fast tokenizer (one with a tokenizer.json), found a slow one"
-        )
-    return EncodingOptions(
-        tokenizer=backend.to_str(),
-        special_tokens=dict(tokenizer.special_tokens_map),
-        chat_template=tokenizer.chat_template,
-        last_answer_only=data.train_on == "last_assistant",
-        system_prompt=data.system_prompt,
-        fold_system=data.fold_system,
-        max_length=max_length,
-    )
-
-
-def _assemble(config: DatasetConfig, out: Encoded, rows: int, bad: list[BadRow]) -> Dataset:
-    if rows == 0:
-        raise DataError(f"{config.path}: expected at least one row, found none: the file is empty")
-    skipped = dict(Counter(row.reason for row in bad))
-    if bad and config.on_bad_row == "error":
-        raise DataError(_bad_rows(config.path, bad, rows))
-    if not out.rows:
-        reasons = _reasons(skipped | dict(out.dropped))
-        listed = [f"  {row}" for row in bad[:_LISTED]]
-        raise DataError("\n".join([f"{config.path}: none of its {rows} rows can be trained on: {reasons}", *listed]))
-    lengths = [len(ids) for ids in out.ids]
-    tokens, trained = np.concatenate(out.ids), np.concatenate(out.mask)
-    row_index = np.array(out.rows, np.int64)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-    digest = xxhash.xxh3_128()
-    for array in (tokens, trained, offsets, row_index):
-        digest.update(array.tobytes())
-    counts = Counts(
-        rows=rows,
-        kept=len(out.rows),
-        split=out.split,
-        dropped=dict(out.dropped),
-        skipped=skipped,
-        truncated=out.truncated,
-        longest=out.longest,
-        tokens=len(tokens),
-        trained_tokens=int(trained.sum()),
-    )
-    flat = [torch.from_numpy(array) for array in (tokens, trained, offsets, row_index)]
-    dataset = Dataset(config.path, flat[0], flat[1], flat[2], flat[3], counts, digest.hexdigest())
-    if counts.dropped or counts.skipped:
-        _log.warning("%s", dataset.description)
-        for row in bad[:_LISTED]:
-            _log.warning("skipped %s", row)
     return dataset
 
 
-def _bad_rows(path: str, bad: list[BadRow], rows: int) -> str:
-    lines = [f"{path}: {len(bad)} of {rows} rows cannot be used:"]
-    lines += [f"  {row}" for row in bad[:_LISTED]]
-    lines += [f"  and {len(bad) - _LISTED} more"] if len(bad) > _LISTED else []
-    lines += [f"by reason: {_reasons(dict(Counter(row.reason for row in bad)))}"]
-    return "\n".join([*lines, "mend these rows, or set `on_bad_row: skip` to leave them out and count them"])
+def _chunks(raw: Iterator[tuple[str, Any]], checker: RowChecker) -> Iterator[list[Row | BadRow]]:
+    while some := list(islice(raw, _CHUNK_ROWS)):
+        yield [checker.check(where, value) for where, value in some]
+
+
+def _assemble(config: DatasetConfig, outcomes: list[Outcome], max_length: int) -> Dataset:
+    bad = [outcome for outcome in outcomes if isinstance(outcome, BadRow)]
+    counts = Counts(len(outcomes), skipped=dict(Counter(row.reason for row in bad)))
+    dropped: Counter[str] = Counter()
+    kept: list[Encoded] = []
+    rows: list[int] = []
+    for index, outcome in enumerate(outcomes):
+        if isinstance(outcome, BadRow):
+            continue
+        counts.split += len(outcome) > 1
+        dropped["no assistant turn to train"] += not outcome
+        for sequence in outcome:
+            cut = sequence.length > max_length
+            counts.longest = max(counts.longest, sequence.length)
+            counts.truncated += cut
+            if sequence.mask.any():
+                kept.append(sequence)
+                rows.append(index)
+            else:
+                dropped[f"nothing to train within {max_length} tokens" if cut else "nothing to train"] += 1
+    counts.dropped = dict(+dropped)
+    listed = _refuse_or_list(config, bad, counts, len(kept))
+    tokens = np.concatenate([sequence.ids for sequence in kept])
+    trained = np.concatenate([sequence.mask for sequence in kept])
+    offsets = np.cumsum([0, *(len(sequence.ids) for sequence in kept)], dtype=np.int64)
+    arrays = (tokens, trained, offsets, np.array(rows, np.int64))
+    digest = xxhash.xxh3_128()
+    for array in arrays:
+        digest.update(array.tobytes())
+    flat = [torch.from_numpy(array) for array in arrays]
+    dataset = Dataset(config.path, flat[0], flat[1], flat[2], flat[3], counts, digest.hexdigest())
+    if counts.dropped or counts.skipped:
+        _log.warning("%s", "\n".join([dataset.description, *listed]))
+    return dataset
+
+
+def _refuse_or_list(config: DatasetConfig, bad: list[BadRow], counts: Counts, num_kept: int) -> list[str]:
+    """Lines that name the first bad rows, where it is possible and permitted to go on without them."""
+    listed = [f"  {row}" for row in bad[:_LISTED]] + [f"  and {len(bad) - _LISTED} more"] * (len(bad) > _LISTED)
+    if counts.rows == 0:
+        raise DataError(f"{config.path}: expected at least one row, found none: the file is empty")
+    if bad and config.on_bad_row == "error":
+        head = f"{config.path}: {len(bad)} of {counts.rows} rows cannot be used:"
+        advice = "mend these rows, or set `on_bad_row: skip` to leave them out and count them"
+        raise DataError("\n".join([head, *listed, f"by reason: {_reasons(counts.skipped)}", advice]))
+    if num_kept == 0:
+        reasons = _reasons(counts.skipped | counts.dropped)
+        head = f"{config.path}: none of its {counts.rows} rows can be trained on: {reasons}"
+        raise DataError("\n".join([head, *listed]))
+    return listed
 
 
 def _reasons(counts: dict[str, int]) -> str:

@@ -40,6 +40,8 @@ class DatasetSource:
     ) -> None:
         self._dataset, self._plane, self._max_epochs = dataset, plane, max_epochs
         self._cursor = Cursor(len(dataset), rows_per_step, seed, shuffle, drop_last)
+        # What the meaning of an offset depends on.
+        self._identity = {"dataset": dataset.fingerprint, "seed": seed, "shuffle": shuffle}
         if self._cursor.steps_per_epoch == 0:
             raise ConfigError(
                 f"data.drop_last: true with {len(dataset)} usable rows in {dataset.name} and {rows_per_step} rows per "
@@ -84,10 +86,10 @@ class DatasetSource:
         """Nothing was started."""
 
     def settle(self) -> None:
-        """Nothing is in flight: a batch is whole when `take` returns."""
+        """A batch is whole when `take` returns."""
 
     def snapshot(self) -> Writer:
-        state = {"epoch": self._cursor.epoch, "offset": self._cursor.offset, **self._identity()}
+        state = {"epoch": self._cursor.epoch, "offset": self._cursor.offset, **self._identity}
         return lambda sink: sink.json("cursor.json", state)
 
     def restore(self, reader: Reader) -> None:
@@ -95,19 +97,16 @@ class DatasetSource:
         order, the saved epoch begins again, at row 0."""
         saved = reader.json("cursor.json")
         self._cursor.epoch, self._cursor.offset = int(saved["epoch"]), int(saved["offset"])
-        changed = {name: value for name, value in self._identity().items() if saved[name] != value}
+        changed = [
+            f"{name} was {saved[name]}, now {value}" for name, value in self._identity.items() if saved[name] != value
+        ]
         if changed:
             self._cursor.offset = 0
-            what = ", ".join(f"{name} was {saved[name]}, now {value}" for name, value in changed.items())
             _log.warning(
                 "the order of the training rows is not the checkpoint's (%s): epoch %d starts again at row 0 of %s; "
                 "rows that it had already trained are trained again",
-                *(what, self._cursor.epoch, self._dataset.name),
+                *(", ".join(changed), self._cursor.epoch, self._dataset.name),
             )
-
-    def _identity(self) -> dict[str, int | bool | str]:
-        """What the meaning of an offset depends on."""
-        return {"dataset": self._dataset.fingerprint, "seed": self._cursor.seed, "shuffle": self._cursor.shuffle}
 
 
 def iterate(dataset: Dataset, plane: DataPlane, rows_per_batch: int) -> Iterator[BatchRef]:

@@ -1,10 +1,6 @@
-"""`python -m surefoot.demo.child PARENT_PID ARGUMENTS…`: `surefoot ARGUMENTS…`, which ends when the demo does.
+"""`python -m surefoot.demo.child PID ARGUMENTS…`: `surefoot ARGUMENTS…`, killed by the kernel when process PID is gone.
 
-The kernel is told to kill this process when the demo that started it is gone, even by SIGKILL. It is told from here,
-since code that runs between fork and exec is not safe in a parent with threads.
-"""
-
-from __future__ import annotations
+The kernel is told from here, since code between fork and exec is not safe in a parent with threads."""
 
 import sys
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 import yaml
 
 from surefoot.checkpoint.commit import set_aside
+from surefoot.checkpoint.directory import LOCK, DirectoryLock
 from surefoot.demo import task
 from surefoot.errors import SurefootError
 
@@ -22,137 +20,91 @@ NUM_STEPS = 1200
 SAVE_PERIOD = 100
 
 _CONFIG = """\
-# Supervised fine-tuning of a small Llama, from random weights, on sums such as 47+85=132.
-#
-#   surefoot config check {config}
-#   surefoot train {config} run_dir={again}
-#   surefoot train {config} run_dir={again} seed=1 policy.optimizer.lr=3e-3
-#
-# `surefoot config show {config}` prints every key there is, with its value.
+# Supervised fine-tuning of a small Llama, from random weights, on sums such as 47+85=132. All keys there are, and this
+# run again:
+#   surefoot config show "{root}/sft.yaml"
+#   surefoot train "{root}/sft.yaml" run_dir="{root}/again"
 
 algorithm: sft
-run_dir: {run_dir}               # the run's one folder: config.yaml, metrics.jsonl, checkpoints/
+run_dir: "{root}/run"    # the run's one folder: config.yaml, metrics.jsonl, checkpoints/
 seed: {seed}                           # every random choice follows from it
-max_num_steps: {num_steps}
-val_period: {save_period}                    # steps; validation rows are never trained
+max_num_steps: {steps}
+val_period: {period}                    # steps; validation rows are never trained
 
 policy:
   # Random weights. To fine-tune a model that you have, put `model_name: <folder>` in place of model_init and leave
   # the tokenizer out: the model's own is taken.
   model_init:
 {model_init}
-  tokenizer:
-    name: {tokenizer}
+  tokenizer: {{ name: "{root}/tokenizer" }}
   train_global_batch_size: 32      # rows of one step
   train_micro_batch_size: 32       # rows in memory at once; another number gives the same gradient
   max_total_sequence_length: 64    # tokens; the longest row here has 14
   max_grad_norm: 1.0
   num_threads: 1                   # of this process; two runs side by side are fastest with one each
-  optimizer:
-    lr: 1.5e-3
-    beta2: 0.98
-    weight_decay: 0.1
-  scheduler:
-    name: cosine                   # down to zero at the last step
-    warmup_steps: 50
+  optimizer: {{ lr: 1.5e-3, beta2: 0.98, weight_decay: 0.1 }}
+  scheduler: {{ name: cosine, warmup_steps: 50 }}    # down to zero at the last step
 
 data:
-  train:
-    path: {train}    # one chat per line: {{"messages": [{{"role": …, "content": …}}, …]}}
+  # One chat per line: {{"messages": [{{"role": …, "content": …}}, …]}}
+  train: {{ path: "{root}/data/train.jsonl" }}
   validation:
-    heldout:
-      path: {heldout}
-      max_rows: 100
+    heldout: {{ path: "{root}/data/heldout.jsonl", max_rows: 100 }}
 
 checkpointing:
-  save_period: {save_period}                 # written in the background while training goes on
+  save_period: {period}                 # written in the background while training goes on
   keep_top_k: 3                    # the best three by metric_name; the newest is always kept
   metric_name: val:loss
 
-logger:
-  log_period: {save_period}
+logger: {{ log_period: {period} }}
 """
 
 
-@dataclass(frozen=True)
 class DemoFolder:
     """Where things lie. `moved_to`: where an earlier demo went, if there was one."""
 
-    root: Path
-    moved_to: Path | None = None
-
-    @property
-    def train(self) -> Path:
-        return self.root / "data" / "train.jsonl"
-
-    @property
-    def heldout(self) -> Path:
-        return self.root / "data" / "heldout.jsonl"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.root / "tokenizer"
-
-    @property
-    def config(self) -> Path:
-        return self.root / "sft.yaml"
+    def __init__(self, root: Path, moved_to: Path | None = None) -> None:
+        self.root, self.moved_to = root, moved_to
+        self.train = root / "data" / "train.jsonl"
+        self.heldout = root / "data" / "heldout.jsonl"
+        self.tokenizer = root / "tokenizer"
+        self.config = root / "sft.yaml"
 
     def fill(self, seed: int) -> None:
         """Write the data, train the tokenizer on it, write the configuration."""
         task.write_dataset(self.train, self.heldout, seed)
         task.train_tokenizer(task.read_rows(self.train), self.tokenizer)
-        self.config.write_text(self._config_text(seed), encoding="utf-8")
-
-    def _config_text(self, seed: int) -> str:
-        places = {"run_dir": self.root / "run", "tokenizer": self.tokenizer, "train": self.train}
-        return _CONFIG.format(
-            **{name: json.dumps(str(path)) for name, path in {**places, "heldout": self.heldout}.items()},
-            config=self.config,
-            again=self.root / "again",
-            seed=seed,
-            num_steps=NUM_STEPS,
-            save_period=SAVE_PERIOD,
-            model_init=textwrap.indent(yaml.safe_dump(task.model_init(), sort_keys=False).rstrip(), " " * 4),
-        )
+        model_init = textwrap.indent(yaml.safe_dump(task.model_init(), sort_keys=False), " " * 4)
+        root = json.dumps(str(self.root), ensure_ascii=False)[1:-1]  # as it stands between YAML's double quotes
+        text = _CONFIG.format(root=root, seed=seed, steps=NUM_STEPS, period=SAVE_PERIOD, model_init=model_init)
+        self.config.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def claimed(root: Path) -> Iterator[DemoFolder]:
-    """The folder, new and empty, and locked while the demo runs. An earlier demo is moved to `<root>.bak_1` ….
+    """The folder, new and locked while the demo runs. An earlier demo is moved to `<root>.bak_1` ….
 
     Raises:
         SurefootError: something that is no demo's is there, another demo is running there, or it cannot be made.
     """
-    try:
-        moved_to = _make_way(root)
-        root.mkdir(parents=True, exist_ok=True)
-        marker = (root / MARKER).open("a")
-    except OSError as error:
-        raise SurefootError(f"the folder {root} cannot be made: {error.strerror}. Name another with --dir") from error
-    with marker:
-        _lock(marker, root)
-        marker.write("Made by `surefoot demo`, which moves a folder with this file aside when it is run again.\n")
-        marker.flush()
+    root = root if root.name else root.absolute()  # "." would go with the folder that is moved
+    found = sorted(path.name for path in root.glob("*") if path.name != LOCK)
+    if root.is_symlink() or root.is_file() or (found and MARKER not in found):
+        what = f"holds files that are not a demo's ({', '.join(found[:5])})" if found else "is a link or a file"
+        raise SurefootError(f"{root} {what}. Name a new folder with --dir")
+    moved_to = None
+    with ExitStack() as locks:
+        try:
+            locks.callback(_locked(root).release)
+            if found:
+                moved_to = set_aside(root, root.name)
+                locks.callback(_locked(root).release)
+        except OSError as error:
+            raise SurefootError(f"{root} cannot be used: {error.strerror}. Name another with --dir") from error
         yield DemoFolder(root, moved_to)
 
 
-def _make_way(root: Path) -> Path | None:
-    if root.is_symlink() or (root.exists() and not root.is_dir()):
-        raise SurefootError(f"{root} is a link or a file; the demo needs a folder of its own. Name another with --dir")
-    found = sorted(path.name for path in root.iterdir()) if root.exists() else []
-    if not found:
-        return None
-    if MARKER not in found:
-        shown = ", ".join(found[:5]) + (" …" if len(found) > 5 else "")
-        raise SurefootError(f"{root} holds files that are not a demo's ({shown}). Name a new folder with --dir")
-    with (root / MARKER).open("a") as marker:
-        _lock(marker, root)
-        return set_aside(root, root.name)
-
-
-def _lock(marker: IO[str], root: Path) -> None:
-    """The kernel lets go of it when the process ends, however it ends."""
-    try:
-        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise SurefootError(f"another demo is running in {root}. Wait for it, or name another with --dir") from None
+def _locked(root: Path) -> DirectoryLock:
+    root.mkdir(parents=True, exist_ok=True)
+    (root / MARKER).touch()
+    return DirectoryLock(root)

@@ -1,7 +1,6 @@
 """What the demo learns: sums of two two-digit numbers, in characters, by a tiny Llama, from nothing.
 
-Data, tokenizer, model and the measure of success. The heavy libraries are imported when they are used, since tests and
-the command line import this module for its small functions.
+Heavy libraries are imported where they are used.
 """
 
 from __future__ import annotations
@@ -23,20 +22,12 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 
 # Renders no line breaks: every token counts when a row has fourteen of them.
 CHAT_TEMPLATE = (
-    "{{- bos_token -}}"
-    "{%- for message in messages -%}"
-    "{{- '<|' + message['role'] + '|>' -}}"
+    "{{- bos_token -}}{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['role'] == 'assistant' -%}"
-    "{%- generation -%}{{- message['content'] + '" + END + "' -}}{%- endgeneration -%}"
-    "{%- else -%}"
-    "{{- message['content'] + '" + END + "' -}}"
-    "{%- endif -%}"
-    "{%- endfor -%}"
+    "{%- generation -%}{{- message['content'] + '<|end|>' -}}{%- endgeneration -%}"
+    "{%- else -%}{{- message['content'] + '<|end|>' -}}{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-
-
-# ---------------------------------------------------------------------------------------------------------------- data
 
 
 def addition(a: int, b: int) -> Row:
@@ -50,12 +41,9 @@ def addition(a: int, b: int) -> Row:
 
 
 def split_rows(seed: int, num_rows: int | None = None, num_heldout: int = NUM_HELDOUT) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) out of all sums of two two-digit numbers; a function of the arguments alone.
+    """(`num_rows` training rows, or all 7,100, and held-out rows) out of all sums of two two-digit numbers.
 
     A held-out pair {a, b} is in training in neither order; a training pair is there in both.
-
-    Args:
-        num_rows: the first so many training rows; default: all, about 7,100.
     """
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(_LOW, _HIGH + 1) for b in range(a, _HIGH + 1)]
@@ -79,15 +67,9 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-# ------------------------------------------------------------------------------------------------- tokenizer and model
-
-
 def train_tokenizer(rows: Iterable[Row], folder: Path) -> Any:
-    """Train a tokenizer of 19 tokens on the rows' texts and save it, its chat template included.
-
-    Every character is a word of its own, so no two digits can be merged. All characters of a sum are in the vocabulary,
-    however few rows there are.
-    """
+    """Train a tokenizer of 19 tokens on the rows' texts and save it, its chat template included. Every character is a
+    word of its own, so no two digits can be merged."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -97,7 +79,6 @@ def train_tokenizer(rows: Iterable[Row], folder: Path) -> Any:
     trainer = trainers.BpeTrainer(
         special_tokens=[PAD, BOS, END, UNKNOWN, *ROLES],
         initial_alphabet=list("0123456789+="),
-        vocab_size=512,
         show_progress=False,
     )
     tokenizer.train_from_iterator((message["content"] for row in rows for message in row["messages"]), trainer)
@@ -131,9 +112,6 @@ def model_init(hidden_size: int = 128, num_layers: int = 2) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------- evaluation
-
-
 def question(row: Row) -> str:
     return row["messages"][0]["content"]
 
@@ -147,30 +125,19 @@ def exact_match(answers: Sequence[str], rows: Sequence[Row]) -> float:
     return sum(answer == expected_answer(row) for answer, row in zip(answers, rows, strict=True)) / len(rows)
 
 
-def greedy_answers(model: Any, tokenizer: Any, rows: Sequence[Row], batch_size: int = 250) -> list[str]:
-    """The most likely answer to each row's question: its text up to the end of the turn. A turn that does not end
-    within four tokens gets an ellipsis, and so is no answer at all."""
+def greedy_answers(model: Any, tokenizer: Any, rows: Sequence[Row]) -> list[str]:
+    """The most likely answer to each row's question, up to the end of the turn; other special tokens stay, since in an
+    answer they are wrong. A turn that does not end within four tokens gets an ellipsis, and so is no answer."""
     import torch
 
-    answers: list[str] = []
     model.eval()
-    for start in range(0, len(rows), batch_size):
-        prompts = tokenizer.apply_chat_template(
-            [row["messages"][:-1] for row in rows[start : start + batch_size]],
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-            padding=True,
-            padding_side="left",
-        )
-        with torch.inference_mode():
-            ids = model.generate(**prompts, max_new_tokens=_MAX_NEW_TOKENS, do_sample=False, use_cache=True)
-        answers += [_until_end(tokenizer, new) for new in ids[:, prompts["input_ids"].shape[1] :].tolist()]
-    return answers
-
-
-def _until_end(tokenizer: Any, ids: list[int]) -> str:
-    """Other special tokens are kept: in an answer they are wrong."""
-    ended = tokenizer.eos_token_id in ids
-    text = str(tokenizer.decode(ids[: ids.index(tokenizer.eos_token_id)] if ended else ids))
-    return text if ended else text + "…"
+    prompts = tokenizer.apply_chat_template(
+        [row["messages"][:-1] for row in rows],  # all of one length: no padding
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    with torch.inference_mode():
+        ids = model.generate(**prompts, max_new_tokens=_MAX_NEW_TOKENS, do_sample=False)
+    turns = [tokenizer.decode(new).partition(END) for new in ids[:, prompts["input_ids"].shape[1] :]]
+    return [text if end else text + "…" for text, end, _ in turns]

@@ -8,8 +8,6 @@ from datetime import datetime
 from rich.console import Console
 from rich.text import Text
 
-_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
-
 
 class ConsoleHandler(logging.Handler):
     """Prints one record as one line, above the live view where there is one. rich's own handler sets records in a table
@@ -20,11 +18,11 @@ class ConsoleHandler(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
+        style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno == logging.WARNING else ""
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         try:
-            text = Text(f"{datetime.fromtimestamp(record.created):%H:%M:%S} ", "dim")
-            if record.levelno != logging.INFO:
-                text.append(f"{record.levelname.lower()}: ", _STYLES.get(record.levelno, "dim"))
-            self.console.print(text.append(self.format(record), "not dim"), soft_wrap=True, highlight=False)
+            text = f"{datetime.fromtimestamp(record.created):%H:%M:%S} {level}{self.format(record)}"
+            self.console.print(Text(text, style), soft_wrap=True)
         except (Exception, SystemExit):  # rich exits the process when a pipe's reader is gone
             self.handleError(record)
 
@@ -35,7 +33,6 @@ def configure_logging(console: Console, level: int | str = logging.INFO) -> None
     May be called again, with another console or level.
     """
     root = logging.getLogger()
-    for handler in [h for h in root.handlers if isinstance(h, ConsoleHandler)]:
-        root.removeHandler(handler)
+    root.handlers = [handler for handler in root.handlers if not isinstance(handler, ConsoleHandler)]
     root.addHandler(ConsoleHandler(console))
     logging.getLogger("surefoot").setLevel(level)

@@ -1,87 +1,56 @@
-"""Progress on the console: plain lines, for log files and pipes, or the live view of `live.py` on a terminal."""
+"""Progress on the console in plain lines, for log files and pipes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from rich.console import Console
 
-from surefoot.config import LoggerConfig
-from surefoot.report.live import LiveProgress
-from surefoot.report.text import EVENT_STYLES, duration, event_text, headline, number
+from surefoot.report.text import duration, event_text, headline, number
 from surefoot.report.timeline import Timeline
-from surefoot.report.view import StepLine, View
-from surefoot.types import SaveEvent
-
-_METRICS_PER_LINE = 6
-
-
-class Progress(View, Protocol):
-    """A view that also shows messages and what becomes of the saves."""
-
-    def start(self) -> None: ...
-
-    def save_event(self, event: SaveEvent) -> None:
-        """May be called from any thread."""
-        ...
-
-    def message(self, text: str, style: str = "") -> None:
-        """Print one line. May be called from any thread."""
-        ...
-
-
-def make_progress(
-    config: LoggerConfig, console: Console, title: str, total_steps: int | None, timeline: Timeline
-) -> Progress:
-    """What `logger.progress` asks for. "auto" asks the stream itself, not rich: environment variables such as
-    FORCE_COLOR make rich take a log file for a terminal."""
-    if config.progress == "live" or (config.progress == "auto" and console.is_interactive and console.file.isatty()):
-        return LiveProgress(console, title, total_steps, timeline)
-    return PlainProgress(console, total_steps, config.log_period, quiet=config.progress == "off")
+from surefoot.types import Clock, SaveEvent
 
 
 class PlainProgress:
     """One aligned line per `log_period` steps, without colour, flushed at once.
 
     Args:
-        quiet: only messages, failed saves and warnings.
+        log_period: `None` for messages, failed saves and warnings only.
     """
 
     name = "progress"
 
-    def __init__(self, console: Console, total_steps: int | None, log_period: int, *, quiet: bool = False) -> None:
+    def __init__(self, console: Console, total_steps: int | None, timeline: Timeline, log_period: int | None) -> None:
         self._console = console
         self._total_steps = total_steps
+        self._timeline = timeline
         self._log_period = log_period
-        self._quiet = quiet
 
     def start(self) -> None:
         pass
 
-    def resume(self, step: int) -> None:
-        pass
-
-    def step(self, line: StepLine) -> None:
-        if self._quiet or (line.step % self._log_period and line.step != self._total_steps):
+    def step(self, clock: Clock, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        if clock.step % (self._log_period or 1) and clock.step != self._total_steps:
             return
-        parts = [self._step_text(line.step), f"epoch {line.epoch}"]
-        parts += [f"{name} {number(value):>9}" for name, value in headline(line.metrics, _METRICS_PER_LINE)]
-        parts += [f"{line.pace.tokens_per_s:>8,.0f} tokens/s", f"{duration(line.pace.step_s):>6}/step"]
-        if line.eta_s:
-            parts.append(f"ETA {duration(line.eta_s)}")
-        self.message("  ".join(parts))
+        values = "  ".join(f"{name} {number(value):>9}" for name, value in headline(metrics).items())
+        speed = f"{timing['tokens_per_s']:>8,.0f} tokens/s  {duration(timing['step_s']):>6}/step"
+        if self._total_steps is not None and clock.step < self._total_steps:
+            speed += f"  ETA {duration(self._timeline.left_s(self._total_steps - clock.step))}"
+        self._show("step", f"{self._count(clock.step)}  epoch {clock.epoch}", values, speed)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        if not self._quiet:
-            values = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
-            self.message(f"{self._step_text(step)}  validation  {values}")
+        values = "  ".join(f"{name} {number(value)}" for name, value in headline(metrics).items())
+        self._show("validation", f"step {self._count(step)}  {values}")
 
     def save_event(self, event: SaveEvent) -> None:
-        if not self._quiet or event.kind in ("failed", "warning"):
-            self.message(f"checkpoint: {event_text(event)}", EVENT_STYLES[event.kind])
+        """May be called from any thread."""
+        if event.kind in ("failed", "warning"):
+            self.message(f"checkpoint  {event_text(event)}")
+        else:
+            self._show("pruned" if event.kind == "pruned" else "checkpoint", event_text(event))
 
-    def message(self, text: str, style: str = "") -> None:
+    def message(self, text: str) -> None:
+        """Print one line. May be called from any thread."""
         file = self._console.file  # not through rich, which takes ten times as long to find nothing to colour
         file.write(text + "\n")
         file.flush()
@@ -89,8 +58,10 @@ class PlainProgress:
     def close(self) -> None:
         pass
 
-    def _step_text(self, step: int) -> str:
-        if self._total_steps is None:
-            return f"step {step:>7,}"
-        total = f"{self._total_steps:,}"
-        return f"step {step:>{len(total)},}/{total}"
+    def _show(self, label: str, *values: str) -> None:
+        if self._log_period is not None:
+            self.message("  ".join([label, *values]))
+
+    def _count(self, step: int) -> str:
+        total = "" if self._total_steps is None else f"/{self._total_steps:,}"
+        return f"{step:>{max(0, len(total) - 1)},}{total}"

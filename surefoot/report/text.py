@@ -1,27 +1,32 @@
-"""How numbers and events read on a console."""
+"""How numbers, events and the closing summary read on a console."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
+from rich import box
+from rich.console import Group, RenderableType
+from rich.filesize import decimal
+from rich.table import Column, Table
+
+from surefoot.report.timeline import Timeline
 from surefoot.types import SaveEvent
 
-# Shown first, where there are more metrics than room.
-_FIRST = ("loss", "reward", "accuracy", "kl", "grad_norm", "lr")
-_SPARKS = "▁▂▃▄▅▆▇█"
+_SHOWN = ("loss", "perplexity", "reward", "accuracy", "kl", "grad_norm", "lr")
+_BARS = "▁▂▃▄▅▆▇█"
 
 
-def headline(metrics: Mapping[str, float], limit: int) -> list[tuple[str, float]]:
-    """The metrics that say most, `limit` of them at most: the well-known names first, then in the order measured."""
-    known = [name for name in _FIRST if name in metrics]
-    return [(name, metrics[name]) for name in (known + [n for n in metrics if n not in known])[:limit]]
+def headline(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics with a well-known name, or all where there is none. A single validation set is not shown twice.
 
-
-def loss_of(metrics: Mapping[str, float]) -> tuple[str, float]:
-    """The metric to draw: "loss", else the first whose name ends in it, else NaN."""
-    names = ["loss"] if "loss" in metrics else [name for name in metrics if name.endswith("loss")]
-    return (names[0], metrics[names[0]]) if names else ("loss", math.nan)
+    >>> headline({"loss": 1.5, "num_tokens": 40.0, "heldout/loss": 1.5})
+    {'loss': 1.5}
+    """
+    single = len({name.partition("/")[0] for name in metrics if "/" in name}) == 1
+    shown = {name: value for name, value in metrics.items() if name.endswith(_SHOWN)} or metrics
+    return {n: v for n, v in shown.items() if not (single and "/" in n and metrics.get(n.partition("/")[2]) == v)}
 
 
 def number(value: float) -> str:
@@ -39,28 +44,20 @@ def number(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """
-    >>> duration(0.0312), duration(4.25), duration(75), duration(7384), duration(200000)
-    ('31 ms', '4.2 s', '1:15', '2:03:04', '2 d 7:33:20')
+    >>> duration(0.0312), duration(4.25), duration(75), duration(200000)
+    ('31 ms', '4.2 s', '0:01:15', '2 days, 7:33:20')
     """
     if seconds < 60:
         return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
-    return f"{days} d {clock}" if days else clock
+    return str(timedelta(seconds=round(seconds)))
 
 
 def size(num_bytes: float) -> str:
     """
-    >>> size(999), size(1_234_000_000)
-    ('999 B', '1.2 GB')
+    >>> size(1_234_000_000)
+    '1.2 GB'
     """
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
+    return decimal(int(num_bytes))
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -71,18 +68,38 @@ def sparkline(values: Sequence[float]) -> str:
     """
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((v - low) * scale)] if math.isfinite(v) else " " for v in values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((v - low) * scale)] if math.isfinite(v) else " " for v in values)
 
 
 def event_text(event: SaveEvent) -> str:
-    if event.kind == "writing":
-        return f"writing step {event.step:,}"
-    if event.kind == "finished":
-        return f"step {event.step:,} saved: {size(event.num_bytes)} in {duration(event.seconds)}"
-    if event.kind == "failed":
-        return f"FAILED step {event.step:,}: {event.message}"
-    return f"pruned step {event.step:,}" if event.kind == "pruned" else event.message
+    return {
+        "writing": f"writing step {event.step:,}",
+        "finished": f"step {event.step:,} saved: {size(event.num_bytes)} in {duration(event.seconds)}",
+        "failed": f"FAILED step {event.step:,}: {event.message}",
+        "pruned": f"step {event.step:,}",
+        "warning": event.message,
+    }[event.kind]
 
 
-EVENT_STYLES = {"writing": "yellow", "finished": "green", "failed": "bold red", "pruned": "dim", "warning": "yellow"}
+def summary(timeline: Timeline, saves: Sequence[SaveEvent]) -> RenderableType:
+    """Where the time went and what the finished saves cost. Phases come the longest first; "other" is the rest."""
+    elapsed_s = timeline.elapsed_s()
+    phases = sorted(timeline.totals.items(), key=lambda item: -item[1])
+    phases += [("other", elapsed_s - sum(timeline.totals.values())), ("total", elapsed_s)]
+    numbers = (Column(name, justify="right") for name in ("time", "share", "per step"))
+    table = Table(
+        "phase", *numbers, box=box.SIMPLE_HEAD, title="Where the time went", title_justify="left", title_style="bold"
+    )
+    for name, seconds in phases:
+        share = seconds / elapsed_s if elapsed_s > 0 else 0.0
+        table.add_row(name, duration(seconds), f"{share:.1%}", duration(seconds / max(1, timeline.turns)))
+    if not saves:
+        return Group(table, "Saves: none")
+    num_bytes, seconds = sum(event.num_bytes for event in saves), sum(event.seconds for event in saves)
+    held_up_s = timeline.totals.get("save", 0.0)
+    return Group(
+        table,
+        f"Saves: {len(saves)} finished, holding training up for {duration(held_up_s)}",
+        f"       {size(num_bytes)} written in the background in {duration(seconds)}",
+    )

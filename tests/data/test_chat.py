@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from surefoot.config import DataConfig, DatasetConfig
 from surefoot.data.chat import with_system
-from surefoot.data.encode import Encoded, Encoder
-from surefoot.data.prepare import encoding_options
-from surefoot.data.rows import Row, RowError
+from surefoot.data.encode import Encoded, Encoder, Outcome
+from surefoot.data.rows import BadRow, Row, RowError
 from surefoot.errors import ModelError
 from tests.helpers import tokenizers as tiny
 
@@ -27,7 +26,7 @@ def chat(*turns: tuple[str, str]) -> list[dict[str, Any]]:
 
 def encoder_for(tokenizer: PreTrainedTokenizerFast, *, max_length: int = 10_000, **options: Any) -> Encoder:
     data = DataConfig(train=DatasetConfig(path="x"), **options)
-    return Encoder(encoding_options(data, tokenizer, max_length))
+    return Encoder(tokenizer, data, max_length)
 
 
 def encode(
@@ -36,14 +35,26 @@ def encode(
     answers: int | None = None,
     tools: list[Any] | None = None,
     **options: Any,
-) -> Encoded:
-    row = Row(7, "f:8", messages, len(messages) if answers is None else answers, tools)
-    return encoder_for(tokenizer, **options).encode([row])
+) -> list[Encoded]:
+    outcome = attempt(tokenizer, messages, answers, tools, **options)
+    assert not isinstance(outcome, BadRow), outcome
+    return outcome
 
 
-def trained(tokenizer: PreTrainedTokenizerFast, encoded: Encoded) -> list[list[str]]:
+def attempt(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    answers: int | None = None,
+    tools: list[Any] | None = None,
+    **options: Any,
+) -> Outcome:
+    row = Row("f:8", messages, len(messages) if answers is None else answers, tools)
+    return encoder_for(tokenizer, **options).encode(row)
+
+
+def trained(tokenizer: PreTrainedTokenizerFast, encoded: list[Encoded]) -> list[list[str]]:
     """For each sequence, the text of each run of trained tokens."""
-    return [_runs(tokenizer, ids, mask) for ids, mask in zip(encoded.ids, encoded.mask, strict=True)]
+    return [_runs(tokenizer, sequence.ids, sequence.mask) for sequence in encoded]
 
 
 def _runs(tokenizer: PreTrainedTokenizerFast, ids: Any, mask: Any) -> list[str]:
@@ -58,11 +69,11 @@ def _runs(tokenizer: PreTrainedTokenizerFast, ids: Any, mask: Any) -> list[str]:
     return [tokenizer.decode(run) for run in runs]
 
 
-def refusal(encoded: Encoded) -> str:
-    assert not encoded.ids
-    (bad,) = encoded.bad
-    assert bad.where == "f:8"
-    return bad.detail
+def refusal(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> str:
+    outcome = attempt(tokenizer, messages)
+    assert isinstance(outcome, BadRow)
+    assert outcome.where == "f:8"
+    return outcome.detail
 
 
 # ----------------------------------------------------------------------------------------------------- trained spans
@@ -88,8 +99,7 @@ def test_every_answer_is_trained_from_its_first_token_to_its_end_of_turn(templat
     encoded = encode(tokenizer, messages)
     assert trained(tokenizer, encoded) == [[f"it {i}<|im_end|>" for i in range(1, 2 * turns, 2)]]
     whole = tokenizer.apply_chat_template(messages).input_ids
-    assert encoded.ids[0].tolist() == whole[:-1]  # all but the newline behind the last end of turn
-    assert (encoded.rows, encoded.split) == ([7], 0)
+    assert encoded[0].ids.tolist() == whole[:-1]  # all but the newline behind the last end of turn
 
 
 @pytest.mark.parametrize("turns", [1, 3])
@@ -98,7 +108,7 @@ def test_brackets_that_are_ordinary_text(turns: int) -> None:
     messages = chat(*(("user", f"what {i}") if i % 2 == 0 else ("assistant", f"it {i}") for i in range(2 * turns)))
     encoded = encode(tokenizer, messages)
     assert trained(tokenizer, encoded) == [[f"it {i}[/A]" for i in range(1, 2 * turns, 2)]]
-    assert tokenizer.decode(encoded.ids[0]) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(encoded[0].ids) == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
 def test_the_last_answer_alone() -> None:
@@ -115,13 +125,12 @@ def test_only_the_completion_of_a_pair_is_trained() -> None:
 def test_what_follows_the_last_answer_is_left_out() -> None:
     tokenizer = tiny.byte_level()
     encoded = encode(tokenizer, chat(*TURNS, ("user", "thanks")))
-    assert encoded.ids[0].tolist() == encode(tokenizer, chat(*TURNS)).ids[0].tolist()
+    assert encoded[0].ids.tolist() == encode(tokenizer, chat(*TURNS))[0].ids.tolist()
 
 
 @pytest.mark.parametrize("messages", [chat(("system", "be kind")), chat(("user", "hi"), ("system", "s"))])
-def test_a_chat_without_an_answer_is_dropped_and_counted(messages: list[dict[str, Any]]) -> None:
-    encoded = encode(tiny.byte_level(), messages)
-    assert (len(encoded.ids), encoded.dropped, encoded.bad) == (0, {"no assistant turn to train": 1}, [])
+def test_a_chat_without_an_answer_gives_nothing_to_train(messages: list[dict[str, Any]]) -> None:
+    assert encode(tiny.byte_level(), messages) == []
 
 
 def test_a_template_that_strips_thoughts_gives_each_turn_as_it_is_generated() -> None:
@@ -132,15 +141,14 @@ def test_a_template_that_strips_thoughts_gives_each_turn_as_it_is_generated() ->
     )
     encoded = encode(tokenizer, messages)
     assert trained(tokenizer, encoded) == [["<think>x</think>one<|im_end|>"], ["<think>y</think>two<|im_end|>"]]
-    assert "<think>x" not in tokenizer.decode(encoded.ids[1])
-    assert (encoded.rows, encoded.split) == ([7, 7], 1)
+    assert "<think>x" not in tokenizer.decode(encoded[1].ids)
     last = encode(tokenizer, messages, train_on="last_assistant")
     assert trained(tokenizer, last) == [["<think>y</think>two<|im_end|>"]]
 
 
 def test_a_generation_prompt_that_the_turn_does_not_go_on_from() -> None:
     tokenizer = tiny.byte_level(chat_template=tiny.CHATML_THINK_PROMPT)
-    message = refusal(encode(tokenizer, chat(("user", "a"), ("assistant", "b"))))
+    message = refusal(tokenizer, chat(("user", "a"), ("assistant", "b")))
     assert "what to train of message 1 cannot be told" in message
     assert "<think>" in message
     thoughtful = encode(tokenizer, chat(("user", "a"), ("assistant", "<think>\nc</think>b")))
@@ -153,6 +161,25 @@ def test_a_template_without_a_generation_prompt_is_warned_about(caplog: pytest.L
         encoder_for(tiny.byte_level(chat_template=tiny.BRACKETS))
     assert "no generation prompt: it writes '<|im_start|>assistant\\n' before answers" in caplog.text
     assert "no special token behind an answer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        ({"content": "it is", "thoughts": "hm"}, "<think>hm</think>it is<|im_end|>"),
+        ({"tool_calls": [{"name": "add"}]}, "CALL add<|im_end|>"),
+    ],
+)
+def test_what_an_answer_begins_with_is_no_header(answer: dict[str, Any], wanted: str) -> None:
+    """No generation prompt, answers that do not begin with their content, and a template that refuses odd chats."""
+    body = (
+        "{% if m.thoughts %}<think>{{ m.thoughts }}</think>{% endif %}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}CALL {{ call.name }}{% endfor %}"
+    )
+    needs_system = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer = tiny.byte_level(chat_template=needs_system + tiny.CHATML_NO_PROMPT.replace("{{ m['content'] }}", body))
+    messages = [*chat(("system", "s"), ("user", "q")), {"role": "assistant", **answer}]
+    assert trained(tokenizer, encode(tokenizer, messages)) == [[wanted]]
 
 
 def test_a_template_that_writes_the_date_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
@@ -168,7 +195,7 @@ def test_an_answer_that_begins_inside_a_token_is_cut_as_in_generation() -> None:
     encoded = encode(tokenizer, messages)
     assert trained(tokenizer, encoded) == [["\nb<|im_end|>"]]
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True).input_ids
-    assert encoded.ids[0].tolist()[: len(prompt)] == prompt
+    assert encoded[0].ids.tolist()[: len(prompt)] == prompt
     assert len(tokenizer.tokenize("\n\n")) == 1
 
 
@@ -176,10 +203,10 @@ def test_a_tokenizer_that_puts_a_space_before_texts_never_gets_one_in_the_middle
     tokenizer = tiny.with_prefix_space()
     encoded = encode(tokenizer, chat(("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh")))
     assert (
-        encoded.ids[0].tolist()
+        encoded[0].ids.tolist()
         == tokenizer.apply_chat_template(
             chat(("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "gh"))
-        ).input_ids[: len(encoded.ids[0])]
+        ).input_ids[: len(encoded[0].ids)]
     )
     assert trained(tokenizer, encoded) == [["cd<|im_end|>", "gh<|im_end|>"]]
 
@@ -189,7 +216,7 @@ def test_a_cut_that_would_change_the_text_is_refused() -> None:
     get a second space in front."""
     tokenizer = tiny.with_prefix_space()
     tokenizer.chat_template = tiny.BRACKETS.replace("[A]", "[A] ")
-    message = refusal(encode(tokenizer, chat(("user", "ab"), ("assistant", "cd"))))
+    message = refusal(tokenizer, chat(("user", "ab"), ("assistant", "cd")))
     assert "no token edge lies where an answer begins or ends" in message
     assert "[A] cd" in message
 
@@ -197,9 +224,9 @@ def test_a_cut_that_would_change_the_text_is_refused() -> None:
 def test_tools_reach_the_template() -> None:
     tokenizer = tiny.byte_level(chat_template=tiny.WITH_TOOLS)
     encoded = encode(tokenizer, chat(*TURNS), tools=[{"name": "add"}])
-    assert '[{"name": "add"}]' in tokenizer.decode(encoded.ids[0])
+    assert '[{"name": "add"}]' in tokenizer.decode(encoded[0].ids)
     tokenizer.chat_template = {"default": tiny.CHATML, "tool_use": tiny.WITH_TOOLS}
-    assert encode(tokenizer, chat(*TURNS), tools=[{"name": "add"}]).ids[0].tolist() == encoded.ids[0].tolist()
+    assert encode(tokenizer, chat(*TURNS), tools=[{"name": "add"}])[0].ids.tolist() == encoded[0].ids.tolist()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -215,7 +242,7 @@ def test_trained_tokens_spell_the_answers_and_all_tokens_spell_the_chat(
     encoded = encode(tokenizer, messages)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     end = "[/A]" if template == tiny.BRACKETS else "<|im_end|>"
-    assert whole.rstrip("\n").startswith(tokenizer.decode(encoded.ids[0]).rstrip("\n"))
+    assert whole.rstrip("\n").startswith(tokenizer.decode(encoded[0].ids).rstrip("\n"))
     spelled = "".join("".join(runs) for runs in trained(tokenizer, encoded))
     assert spelled == "".join(a + end for _, a in pairs)
 
@@ -236,8 +263,7 @@ TOKENIZERS: dict[str, PreTrainedTokenizerFast] = {}
     ],
 )
 def test_a_template_that_refuses_a_chat_is_quoted(roles: list[str], reason: str) -> None:
-    encoded = encode(tiny.byte_level(chat_template=tiny.STRICT), chat(*((role, "x") for role in roles)))
-    message = refusal(encoded)
+    message = refusal(tiny.byte_level(chat_template=tiny.STRICT), chat(*((role, "x") for role in roles)))
     assert f"the chat template refuses the turns [{', '.join(roles)}]: {reason}" in message
 
 
@@ -246,14 +272,14 @@ def test_a_chat_that_begins_with_an_answer() -> None:
     assert trained(tokenizer, encode(tokenizer, chat(("assistant", "hello")))) == [["hello<|im_end|>"]]
     needs_first = "{% set first = messages[0]['role'] %}" + tiny.CHATML
     tokenizer.chat_template = needs_first
-    assert "the chat template refuses the turns []" in refusal(encode(tokenizer, chat(("assistant", "hello"))))
+    assert "the chat template refuses the turns []" in refusal(tokenizer, chat(("assistant", "hello")))
 
 
 def test_folding_the_system_turn() -> None:
     tokenizer = tiny.byte_level(chat_template=tiny.STRICT)
     messages = chat(("system", "be kind"), ("user", "hi"), ("assistant", "yo"))
     encoded = encode(tokenizer, messages, fold_system=True)
-    assert "<|im_start|>user\nbe kind\n\nhi<|im_end|>" in tokenizer.decode(encoded.ids[0])
+    assert "<|im_start|>user\nbe kind\n\nhi<|im_end|>" in tokenizer.decode(encoded[0].ids)
     assert trained(tokenizer, encoded) == [["yo<|im_end|>"]]
     with pytest.raises(RowError, match="expected a user turn next, found a assistant turn"):
         with_system(chat(("system", "s"), ("assistant", "a")), None, fold=True)
@@ -267,7 +293,7 @@ def test_the_system_prompt_comes_where_there_is_none() -> None:
     assert with_system(chat(("user", "q")), "s", fold=True) == chat(("user", "s\n\nq"))
     tokenizer = tiny.byte_level()
     encoded = encode(tokenizer, chat(("user", "q"), ("assistant", "a")), answers=1, system_prompt="s")
-    assert tokenizer.decode(encoded.ids[0]).startswith("<|im_start|>system\ns<|im_end|>")
+    assert tokenizer.decode(encoded[0].ids).startswith("<|im_start|>system\ns<|im_end|>")
     assert trained(tokenizer, encoded) == [["a<|im_end|>"]]
 
 
@@ -280,7 +306,8 @@ def test_one_bos_whoever_writes_it(adds_bos: bool, template: str) -> None:
     tokenizer = tiny.byte_level(chat_template=template, adds_bos=adds_bos)
     encoder = encoder_for(tokenizer)
     messages = chat(*TURNS)
-    ids = encoder.encode([Row(0, "f:1", messages, 4)]).ids[0].tolist()
+    (sequence,) = encode(tokenizer, messages)
+    ids = sequence.ids.tolist()
     wanted = 1 if adds_bos or template != tiny.CHATML else 0
     assert ids.count(tokenizer.bos_token_id) == wanted
     assert wanted == 0 or ids[0] == tokenizer.bos_token_id
@@ -291,7 +318,7 @@ def test_one_bos_whoever_writes_it(adds_bos: bool, template: str) -> None:
 
 def test_a_tokenizer_whose_bos_opens_turns_gets_none_in_front() -> None:
     tokenizer = tiny.byte_level(bos="<|im_start|>")
-    ids = encode(tokenizer, chat(*TURNS)).ids[0].tolist()
+    ids = encode(tokenizer, chat(*TURNS))[0].ids.tolist()
     assert ids[:1] == [tokenizer.bos_token_id] != ids[1:2]
 
 
@@ -299,7 +326,7 @@ def test_a_tokenizer_whose_bos_opens_turns_gets_none_in_front() -> None:
 
 
 def test_a_template_that_is_no_jinja() -> None:
-    with pytest.raises(ModelError, match="chat template 'default': not valid Jinja in line 2"):
+    with pytest.raises(ModelError, match="the chat template is not valid Jinja in line 2"):
         encoder_for(tiny.byte_level(chat_template="x\n{% for %}"))
 
 

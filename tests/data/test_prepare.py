@@ -48,8 +48,7 @@ def test_a_dataset_holds_its_rows_compactly(tmp_path: Path) -> None:
     assert tokenizer.decode(dataset.ids(1)[dataset.loss_mask(1) > 0]) == "yo yo<|im_end|>"
     assert dataset.lengths.tolist() == [len(dataset.ids(0)), len(dataset.ids(1))]
     assert dataset.row_index.tolist() == [0, 1]
-    assert dataset.counts.tokens == len(dataset.tokens)
-    assert "2 of 2 rows" in dataset.description
+    assert f"2 of 2 rows, {len(dataset.tokens)} tokens, {int(dataset.trained.sum())} of them" in dataset.description
 
 
 def test_padding_that_is_the_end_token_leaves_one_trained_end_in_every_row(tmp_path: Path) -> None:
@@ -91,7 +90,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(tmp_path: Path, caplog: pytest.
     assert dataset.row_index.tolist() == [0, 5]
     assert dataset.counts.skipped == {"empty line": 1, "invalid JSON": 2, "missing key": 1}
     assert dataset.counts.rows == 6
-    assert f"skipped {path}:5: missing key 'completion'" in caplog.text
+    assert f"\n  {path}:5: missing key 'completion'" in caplog.text
 
 
 def test_rows_without_anything_to_train_are_dropped_and_counted(
@@ -125,6 +124,16 @@ def test_an_empty_file_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(DataError, match="the file is empty"):
         load(tmp_path / "a.jsonl")
+
+
+def test_a_chat_that_becomes_several_sequences_is_counted(tmp_path: Path) -> None:
+    answers = [{"role": "assistant", "content": f"<think>{i}</think>x"} for i in range(2)]
+    chat = [turn for answer in answers for turn in ({"role": "user", "content": "q"}, answer)]
+    stripping = tiny.byte_level(chat_template=tiny.CHATML_THOUGHTS_STRIPPED)
+    dataset = load(write(tmp_path / "a.jsonl", [{"messages": chat[:2]}, {"messages": chat}]), stripping, 200)
+    assert dataset.row_index.tolist() == [0, 1, 1]
+    assert (dataset.counts.split, dataset.counts.rows) == (1, 2)
+    assert "1 chats split by turn" in dataset.description
 
 
 def test_the_fingerprint_follows_content_and_encoding_not_the_place(tmp_path: Path) -> None:
@@ -182,7 +191,7 @@ def test_progress_counts_every_row(tmp_path: Path) -> None:
     prepare(source, DataConfig(train=source), tiny.byte_level(), 64, lambda done, total: calls.append((done, total)))
     assert calls[-1] == (300, 300)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
-    assert len(calls) == 3
+    assert len(calls) == 2
 
 
 def test_a_slow_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -231,7 +240,7 @@ def test_a_worker_that_dies_ends_the_preparation(tmp_path: Path, monkeypatch: py
 
     def send_and_kill(self: workers._Pool, chunk: Any) -> None:
         send(self, chunk)
-        os.kill(self._busy[-1][0].pid, signal.SIGKILL)
+        os.kill(self._all[(self._sent - 1) % 2].pid, signal.SIGKILL)
 
     monkeypatch.setattr(workers._Pool, "send", send_and_kill)
     with pytest.raises(SurefootError, match="a tokenizing process died"):
@@ -256,11 +265,10 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     script = """
 import sys, time
 from surefoot.config import DataConfig, DatasetConfig
-from surefoot.data.prepare import encoding_options
+from surefoot.data.encode import Encoder
 from surefoot.data.workers import _Pool
 from tests.helpers.tokenizers import byte_level
-options = encoding_options(DataConfig(train=DatasetConfig(path="x")), byte_level(), 64)
-pool = _Pool(options, 2)
+pool = _Pool(Encoder(byte_level(), DataConfig(train=DatasetConfig(path="x")), 64), 2)
 print(*[worker.pid for worker in pool._all], flush=True)
 time.sleep(600)
 """

@@ -81,8 +81,6 @@ def test_each_epoch_gives_each_row_once(rows: int, per_step: int, seed: int, shu
     if cursor.steps_per_epoch == 0:
         assert drop_last
         assert rows < per_step
-        with pytest.raises(ValueError, match="give no step"):
-            cursor.take()
         return
     for epoch in range(3):
         steps = [cursor.take() for _ in range(cursor.steps_per_epoch)]

@@ -43,8 +43,9 @@ def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
 
 def test_equal_runs_are_the_same(runs: tuple[Path, Path]) -> None:
     found = compare_runs(*runs, STEP)
-    assert found.same, found.differences
-    assert (found.num_tensors, found.num_bytes, found.num_lines) == (3, 4 * (6 + 3 + 6), 4)
+    assert found.differences == []
+    assert (found.num_files, found.num_lines) == (3, 4)
+    assert found.num_bytes > 4 * (6 + 3 + 6)
 
 
 @pytest.mark.parametrize("from_end", range(1, 4 * 9 + 1))
@@ -53,63 +54,47 @@ def test_one_flipped_bit_of_a_tensor_is_found(runs: tuple[Path, Path], from_end:
         runs[1] / WEIGHTS,
         lambda data: data[:-from_end] + bytes([data[-from_end] ^ 1]) + data[len(data) - from_end + 1 :],
     )
-    (difference,) = compare_runs(*runs, STEP).differences
-    # "b", three numbers of four bytes, is the last tensor of the file.
-    name = "b [3]" if from_end <= 12 else "a [2, 3]"
-    assert difference.startswith(f"policy/weights/model.safetensors: {name}: its bytes differ")
+    assert compare_runs(*runs, STEP).differences == ["policy/weights/model.safetensors"]
 
 
 def test_a_file_that_differs_outside_its_tensors_is_found(runs: tuple[Path, Path]) -> None:
-    save_file(
-        {"exp_avg.a": torch.zeros(2, 3)},
-        runs[1] / f"checkpoints/step_{STEP}/policy/optimizer/state.safetensors",
-        {"x": "y"},
-    )
-    (difference,) = compare_runs(*runs, STEP).differences
-    assert difference.startswith("policy/optimizer/state.safetensors: byte ")
+    optimizer = "policy/optimizer/state.safetensors"
+    save_file({"exp_avg.a": torch.zeros(2, 3)}, runs[1] / f"checkpoints/step_{STEP}" / optimizer, {"x": "y"})
+    assert compare_runs(*runs, STEP).differences == [optimizer]
 
 
-def test_another_shape_and_another_name_are_found(runs: tuple[Path, Path]) -> None:
-    save_file({"a": torch.arange(6.0), "c": torch.ones(3)}, runs[1] / WEIGHTS)
-    found = [line.removeprefix("policy/weights/model.safetensors: ") for line in compare_runs(*runs, STEP).differences]
-    assert found == [
-        "a is F32 [2, 3] and F32 [6]",
-        "only one of them has the tensor b",
-        "only one of them has the tensor c",
-    ]
-
-
-def test_a_changed_state_names_its_key(runs: tuple[Path, Path]) -> None:
+def test_a_changed_state_is_found(runs: tuple[Path, Path]) -> None:
     edit(runs[1] / CLOCK, lambda data: data.replace(b"128", b"127"))
-    assert compare_runs(*runs, STEP).differences == ["clock/clock.json: rows is 128 and 127"]
+    assert compare_runs(*runs, STEP).differences == ["clock/clock.json"]
 
 
 def test_a_missing_file_is_found(runs: tuple[Path, Path]) -> None:
     shutil.rmtree(runs[1] / f"checkpoints/step_{STEP}/clock")
-    (difference,) = compare_runs(*runs, STEP).differences
-    assert "clock/clock.json" in difference
+    assert compare_runs(*runs, STEP).differences == ["clock/clock.json"]
+    assert compare_runs(runs[1], runs[0], STEP).differences == ["clock/clock.json"]
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "expected"),
+    ("before", "after"),
     [
-        (b'"loss": 0.5', b'"loss": 0.5000000000000001', "loss is 0.5 and 0.5000000000000001"),
-        (b'"loss": 0.5', b'"loss": -0.5', "loss is 0.5 and -0.5"),
-        (b'"step": 2', b'"step": 5', "step is 2 and 5"),
+        (b'"loss": 0.5', b'"loss": 0.5000000000000001'),
+        (b'"loss": 0.5', b'"loss": -0.5'),
+        (b'"step": 2', b'"step": 5'),
+        (b'"loss": 0.5', b'"lost": 0.5'),
     ],
 )
-def test_a_changed_metric_names_its_line(runs: tuple[Path, Path], before: bytes, after: bytes, expected: str) -> None:
+def test_a_changed_metric_names_its_line(runs: tuple[Path, Path], before: bytes, after: bytes) -> None:
     edit(runs[1] / "metrics.jsonl", lambda data: data.replace(before, after, 1))
-    assert compare_runs(*runs, STEP).differences == [f"metrics.jsonl line 2: {expected}"]
+    assert compare_runs(*runs, STEP).differences == ["metrics.jsonl line 2"]
 
 
 def test_zero_is_not_minus_zero(runs: tuple[Path, Path]) -> None:
     edit(runs[0] / "metrics.jsonl", lambda data: data.replace(b"0.5", b"0.0", 1))
     edit(runs[1] / "metrics.jsonl", lambda data: data.replace(b"0.5", b"-0.0", 1))
-    assert compare_runs(*runs, STEP).differences == ["metrics.jsonl line 2: loss is 0.0 and -0.0"]
+    assert compare_runs(*runs, STEP).differences == ["metrics.jsonl line 2"]
 
 
 def test_a_missing_line_is_found(runs: tuple[Path, Path]) -> None:
     edit(runs[1] / "metrics.jsonl", lambda data: data[: data[:-1].rindex(b"\n") + 1])
-    (difference,) = compare_runs(*runs, STEP).differences
-    assert "has 4 lines" in difference and "3 in" in difference
+    assert compare_runs(*runs, STEP).differences == ["metrics.jsonl line 4"]
+    assert compare_runs(runs[1], runs[0], STEP).differences == ["metrics.jsonl line 4"]

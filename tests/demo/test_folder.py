@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from surefoot.checkpoint.directory import LOCK
 from surefoot.config_file import config_as_yaml, load_config, parse_config, read_yaml
 from surefoot.demo import task
 from surefoot.demo.folder import MARKER, claimed
@@ -13,14 +14,11 @@ from surefoot.errors import SurefootError
 
 
 def test_a_new_folder_and_an_empty_one_are_taken(tmp_path: Path) -> None:
-    for root in (tmp_path / "deep" / "new", tmp_path):
-        if root == tmp_path:
-            (tmp_path / "deep" / "new" / MARKER).unlink()
-            (tmp_path / "deep" / "new").rmdir()
-            (tmp_path / "deep").rmdir()
+    (tmp_path / "empty").mkdir()
+    for root in (tmp_path / "deep" / "new", tmp_path / "empty"):
         with claimed(root) as folder:
             assert folder.moved_to is None
-            assert [path.name for path in root.iterdir()] == [MARKER]
+            assert sorted(path.name for path in root.iterdir()) == [LOCK, MARKER]
 
 
 def test_an_earlier_demo_moves_aside_whole(tmp_path: Path) -> None:
@@ -33,6 +31,14 @@ def test_an_earlier_demo_moves_aside_whole(tmp_path: Path) -> None:
         assert not (root / "result").exists()
     assert (tmp_path / "demo.bak_1" / "result").read_text() == "of run 1"
     assert (tmp_path / "demo.bak_2" / "result").read_text() == "of run 2"
+
+
+def test_an_earlier_demo_in_the_present_folder_moves_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path / "demo")
+    for earlier in (None, tmp_path / "demo.bak_1"):
+        with claimed(Path()) as folder:
+            assert (folder.root, folder.moved_to) == (tmp_path / "demo", earlier)
 
 
 def test_files_of_others_are_refused_and_stay(tmp_path: Path) -> None:
@@ -56,14 +62,14 @@ def test_a_file_a_link_and_a_place_below_a_file_are_refused(tmp_path: Path) -> N
 def test_a_demo_that_is_running_is_left_alone(tmp_path: Path) -> None:
     root = tmp_path / "demo"
     with claimed(root):
-        with pytest.raises(SurefootError, match="another demo is running"), claimed(root):
+        with pytest.raises(SurefootError, match="in use by another run"), claimed(root):
             pass
         assert root.is_dir()
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
 def test_the_configuration_is_valid_and_says_what_the_task_says(tmp_path: Path) -> None:
-    root = tmp_path / 'a "quoted": #name'
+    root = tmp_path / 'a "quoted": #name 🦶'
     with claimed(root) as folder:
         folder.fill(seed=7)
         config = load_config(folder.config)

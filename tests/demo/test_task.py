@@ -75,21 +75,20 @@ class Scripted:
     """Generates what it was told to, after whatever prompt."""
 
     def __init__(self, new: list[list[int]]) -> None:
-        self.new = new
+        self.new = torch.tensor(new)
 
     def eval(self) -> None:
         pass
 
     def generate(self, input_ids: torch.Tensor, **settings: Any) -> torch.Tensor:
-        new, self.new = self.new[: len(input_ids)], self.new[len(input_ids) :]
-        return torch.cat([input_ids, torch.tensor(new)], dim=1)
+        return torch.cat([input_ids, self.new], dim=1)
 
 
 def test_an_answer_ends_where_its_turn_ends(tokenizer: Any) -> None:
     said = [["5", "7", "<|end|>", "1"], [*"1234"], ["5", "<|user|>", "7", "<|end|>"]]
     new = [tokenizer.convert_tokens_to_ids(tokens) for tokens in said]
     rows = [task.addition(30, 27), task.addition(10, 99), task.addition(31, 26)]
-    answers = task.greedy_answers(Scripted(new), tokenizer, rows, batch_size=2)
+    answers = task.greedy_answers(Scripted(new), tokenizer, rows)
     assert answers == ["57", "1234…", "5<|user|>7"]
     assert task.exact_match(answers, rows) == pytest.approx(1 / 3)
 

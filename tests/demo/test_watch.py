@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from surefoot.demo import task
+from surefoot.demo.compare import compare_runs
+from surefoot.demo.story import train_both
+from surefoot.demo.view import DemoView
 from surefoot.demo.watch import WatchedRun, stop_all
 from surefoot.errors import SurefootError
 
 CONFIG = """
 algorithm: sft
 run_dir: unused
-max_num_steps: 12
+max_num_steps: 120
 policy:
   model_init: {model_init}
   tokenizer: {{name: {root}/tokenizer}}
@@ -24,7 +34,7 @@ policy:
   num_threads: 1
 data:
   train: {{path: {root}/train.jsonl}}
-checkpointing: {{save_period: 3}}
+checkpointing: {{save_period: 12}}
 logger: {{tensorboard: false, progress: plain}}
 """
 
@@ -43,29 +53,77 @@ def watched(run: WatchedRun, seconds: float = 120.0) -> None:
     run.look()
 
 
-def test_a_run_is_killed_in_mid_save_resumed_and_seen_to_its_end(tmp_path: Path) -> None:
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
     task.write_dataset(tmp_path / "train.jsonl", tmp_path / "heldout.jsonl", 0, num_rows=64, num_heldout=4)
     task.train_tokenizer(task.read_rows(tmp_path / "train.jsonl"), tmp_path / "tokenizer")
     model_init = json.dumps(task.model_init(hidden_size=16, num_layers=1))
     (tmp_path / "sft.yaml").write_text(CONFIG.format(root=tmp_path, model_init=model_init))
-    run = WatchedRun("tiny", tmp_path / "run")
+    return tmp_path / "sft.yaml"
+
+
+class LateOnce(WatchedRun):
+    """Its first kill comes too late: the save has been committed."""
+
+    def wait_for_save(self, step: int, seconds: float) -> bool:
+        if self.kills:
+            return super().wait_for_save(step, seconds)
+        until = time.monotonic() + seconds
+        while step not in self.saved() and time.monotonic() < until:
+            time.sleep(0.001)
+        return step in self.saved()
+
+
+def test_a_kill_that_misses_is_told_and_tried_again_and_the_run_equals_the_other(config: Path, tmp_path: Path) -> None:
+    straight, killed = WatchedRun("straight", tmp_path / "straight"), LateOnce("killed", tmp_path / "killed")
+    console = Console(file=io.StringIO(), width=200)
+    view = DemoView(console, (straight, killed), 120)
+    train_both(config, straight, killed, view, range(24, 120, 12))
+    assert straight.status == killed.status == "ended"
+    (late, hit), (later, cut) = next(iter(killed.kills.items())), list(killed.kills.items())[-1]
+    assert not hit and later > late and cut, killed.kills
+    assert killed.resumed_from == later - 12
+    for run in (straight, killed):
+        assert [record["step"] for record in run.lines] == list(range(1, 121))
+        assert run.saved() == list(range(12, 121, 12)) and run.saved("tmp_") == []
+    assert compare_runs(straight.run_dir, killed.run_dir, 120).differences == []
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"SIGKILL, but step {late} had just been committed" in told
+    assert f"goes on from step {late}" in told
+    assert f"SIGKILL while step {later} was being written" in told
+    assert f"goes on from step {later - 12}" in told
+
+
+def test_no_process_is_left_when_the_demo_is_interrupted(config: Path, tmp_path: Path) -> None:
+    class Interrupted(DemoView):
+        def draw(self) -> None:
+            raise KeyboardInterrupt
+
+    runs = WatchedRun("straight", tmp_path / "straight"), WatchedRun("killed", tmp_path / "killed")
+    with pytest.raises(KeyboardInterrupt):
+        train_both(config, *runs, Interrupted(Console(file=io.StringIO()), runs, 120), range(24, 120, 12))
+    for run in runs:
+        assert run.process is not None and not run.running
+
+
+def test_no_process_is_left_when_the_demo_is_killed(config: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; from pathlib import Path; from surefoot.demo.watch import WatchedRun\n"
+        "run = WatchedRun('orphan', Path(sys.argv[2]))\n"
+        "run.start('train', sys.argv[1], f'run_dir={sys.argv[2]}', 'max_num_steps=1000000')\n"
+        "while run.status == 'starting': time.sleep(0.05)\n"
+        "print(run.process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", code, str(config), str(tmp_path / "orphan")]
+    pid = int(subprocess.run(command, stdout=subprocess.PIPE, timeout=120).stdout)
+    until = time.monotonic() + 30
     try:
-        run.start("train", str(tmp_path / "sft.yaml"), f"run_dir={run.run_dir}")
-        assert run.wait_for_save(6, seconds=120.0), run.log.read_text()
-        kill = run.kill(6)
-        assert not run.running
-        # Either answer is right, as long as it is what the disk says.
-        assert kill.in_mid_save == (6 in run.unfinished() and 6 not in run.saved())
-        assert not kill.in_mid_save or "policy/weights/model.safetensors" in dict(kill.files)
-        run.start("resume", str(run.run_dir))
-        assert run.status == "resuming"
-        watched(run)
+        while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():  # a zombie has none
+            assert time.monotonic() < until
+            time.sleep(0.02)
     finally:
-        stop_all([run])
-    assert run.status == "ended"
-    assert run.resumed_from == (3 if kill.in_mid_save else 6)
-    assert [record["step"] for record in run.lines] == list(range(1, 13))
-    assert run.saved() == [3, 6, 9, 12] and run.unfinished() == []
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_run_that_fails_says_what_it_said(tmp_path: Path) -> None:
@@ -92,9 +150,8 @@ def test_metrics_are_read_as_they_come_and_anew_after_a_resume(tmp_path: Path) -
     file = tmp_path / "metrics.jsonl"
 
     def look() -> tuple[list[float], list[float], int]:
-        run.status = "training"
         run.look()
-        return run.values("train"), run.values("val"), run.step
+        return run.losses("train"), run.losses("val"), run.step
 
     file.write_text(line(1) + line(2) + line(3)[:10])
     assert look() == ([1.0, 2.0], [], 2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import signal
 import sys
 import threading
 import time
@@ -15,6 +18,7 @@ from surefoot.checkpoint import storage
 from surefoot.cli import main
 from surefoot.run import Run
 from tests.helpers import runs
+from tests.helpers.fork_server import forked
 
 
 def run(file: str, run_dir: str, hold_at: str, meeting: str, *overrides: str) -> int:
@@ -79,7 +83,7 @@ def _in_the_last_save(made: Run, meet: Callable[[], None]) -> None:
 
     def hit(*args: Any) -> Any:
         if made.clock.step == 2:
-            os.kill(os.getpid(), 15)
+            os.kill(os.getpid(), signal.SIGTERM)
         return train(*args)
 
     engine.train = hit
@@ -164,3 +168,37 @@ def hold_while_tokenizing(file: str, run_dir: str, meeting: str) -> int:
     pools.receive = received
     runs.started(Path(file), f"run_dir={run_dir}", "data.num_workers=2")
     return 0
+
+
+def kill_a_start_everywhere(file: str, folder: str) -> int:
+    """Kill a start before each storage operation that it makes before its first step; then start again, or resume
+    where there is a run already. Only children of this child run torch."""
+    for index in range(1000):
+        run_dir = Path(folder) / f"run_{index}"
+        status = forked(functools.partial(_start_and_die, file, run_dir, index))
+        if status == 0:  # it came through: there is no operation `index`
+            assert index > 3
+            return 0
+        assert status == -9, status
+        again = forked(functools.partial(_start_again, file, run_dir))
+        left = sorted(path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*"))
+        assert again == 0, f"after a kill before operation {index}: {left}"
+    return 1
+
+
+def _start_and_die(file: str, run_dir: Path, index: int) -> None:
+    numbers = itertools.count()
+
+    def die(name: str, path: str) -> None:
+        if next(numbers) == index:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    storage.observers.append(die)
+    runs.started(Path(file), f"run_dir={run_dir}").checkpoints.shutdown()
+
+
+def _start_again(file: str, run_dir: Path) -> None:
+    begun = (run_dir / "config.yaml").exists()
+    made = runs.resumed(run_dir) if begun else runs.started(Path(file), f"run_dir={run_dir}")
+    assert made.clock.step == 0
+    made.checkpoints.shutdown()

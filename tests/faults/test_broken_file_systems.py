@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from surefoot.errors import SaveFailed, SurefootError
 from surefoot.run import Run
 from tests.faults.project import Project, assert_all_sound, before_offer, fails, joined, observing, train_lines
 from tests.helpers import mounts, runs
-from tests.helpers.fork_server import ForkServer
 from tests.helpers.mounts import MIB
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.usefixtures("can_mount")]
@@ -163,27 +161,3 @@ def test_the_metrics_cannot_be_written(project: Project, memory_path: Path) -> N
         assert loop.train(runs.resumed(run_dir, f"max_num_steps={run.clock.step + 2}")).steps > 0
         lines = [line["step"] for line in runs.metric_lines(run_dir) if line["kind"] == "train"]
         assert lines == list(range(1, len(lines) + 1)), "no step twice, none missing"
-
-
-def test_a_file_grows_beyond_the_limit_on_its_size(
-    project: Project, memory_path: Path, fork_server: ForkServer
-) -> None:
-    run_dir = memory_path / "run"
-    assert fork_server.call(run_with_a_size_limit, project.file, run_dir, log=memory_path / "log") == 0, (
-        memory_path / "log"
-    ).read_text()
-    assert train_lines(run_dir) == 4
-    assert not (run_dir / "checkpoints" / "step_4").exists()
-    assert_all_sound(run_dir / "checkpoints")
-    project.assert_goes_on(run_dir, 2)
-
-
-def run_with_a_size_limit(file: str, run_dir: str) -> int:
-    """In a child: from step 4 on, no file may have more than 8 KiB."""
-    run = Project(Path(file), Path()).start(Path(run_dir))
-    before_offer(run, 4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, resource.RLIM_INFINITY)))
-    try:
-        loop.train(run)
-    except SaveFailed as failure:
-        return 0 if code_of(failure) == errno.EFBIG else 3
-    return 4

@@ -133,6 +133,13 @@ def test_a_killed_run_leaves_no_tokenizing_worker(
     project.assert_equals_straight(memory_path / "run")
 
 
+def test_a_start_that_was_killed_anywhere_is_no_obstacle(
+    project: Project, memory_path: Path, fork_server: ForkServer
+) -> None:
+    log = memory_path / "log"
+    assert fork_server.call(children.kill_a_start_everywhere, project.file, memory_path, log=log) == 0, log.read_text()
+
+
 def is_worker(pid: int) -> bool:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from tests.faults.project import (
     train_lines,
 )
 from tests.helpers import runs
+from tests.helpers.fork_server import ForkServer
 
 Observer = Callable[[str, str], None]
 
@@ -250,3 +252,28 @@ def test_a_failed_save_leaves_its_directory_until_the_step_is_saved_again(projec
     assert left.is_dir()
     project.assert_goes_on(run_dir, 3, "max_num_steps=6")
     assert not left.exists()
+
+
+def test_a_file_grows_beyond_the_limit_on_its_size(
+    project: Project, memory_path: Path, fork_server: ForkServer
+) -> None:
+    run_dir = memory_path / "run"
+    assert fork_server.call(run_with_a_size_limit, project.file, run_dir, log=memory_path / "log") == 0, (
+        memory_path / "log"
+    ).read_text()
+    assert train_lines(run_dir) == 4
+    assert not (run_dir / "checkpoints" / "step_4").exists()
+    assert_all_sound(run_dir / "checkpoints")
+    project.assert_goes_on(run_dir, 2)
+
+
+def run_with_a_size_limit(file: str, run_dir: str) -> int:
+    """In a child: from step 4 on, no file may have more than 8 KiB."""
+    run = Project(Path(file), Path()).start(Path(run_dir))
+    before_offer(run, 4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, resource.RLIM_INFINITY)))
+    try:
+        loop.train(run)
+    except SaveFailed as failure:
+        cause = failure.__cause__
+        return 0 if isinstance(cause, OSError) and cause.errno == errno.EFBIG else 3
+    return 4

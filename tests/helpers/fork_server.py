@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.config_file import algorithm_names, load_algorithm
+from surefoot.errors import SurefootError
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
@@ -136,6 +137,25 @@ def wait_for(path: Path, child: Child | None = None, timeout_s: float = PATIENCE
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear: {child.log if child else ''}"
         time.sleep(0.002)
+
+
+def forked(function: Callable[[], Any]) -> int:
+    """For a child of the server that forks. Exit status: 0, 2 after an error raised on purpose, 1 after any
+    other; minus a signal."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            function()
+            status = 0
+        except SurefootError:
+            traceback.print_exc()
+            status = 2
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # ----------------------------------------------------------------------------------------------------- in the server

@@ -57,6 +57,7 @@ def make(
     """Quiet and without TensorBoard unless `config`, keys of the `logger` section, says otherwise."""
     settings = LoggerConfig(**{"tensorboard": False, "progress": "off", **config})
     clock = {} if now is None else {"now": now}
+    run_dir.mkdir(exist_ok=True)
     return RunReport(run_dir, settings, total_steps=total_steps, console=console or plain_console(), **clock)
 
 

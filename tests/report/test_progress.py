@@ -14,7 +14,7 @@ from rich.console import Console
 from surefoot.report import ConsoleHandler, configure_logging
 from surefoot.report.live import LiveProgress
 from surefoot.report.progress import PlainProgress
-from surefoot.report.timeline import Timeline
+from surefoot.report.text import headline
 from surefoot.types import Clock, Metric, SaveEvent
 from tests.report.kit import HandClock, make, plain_console, printed, turn
 
@@ -41,9 +41,10 @@ def test_plain_lines_are_aligned_and_hold_what_matters(tmp_path: Path) -> None:
             turn(report, clock, METRICS)
     lines = [line for line in printed(console).splitlines() if line.startswith("step")]
     assert len(lines) == 12
-    for part in ("step  3/12", "epoch 0", "loss    1.2500", "lr  2.00e-05", "5 tokens/s", "2.0 s/step", "ETA 18.0 s"):
+    for part in ("step   3/12", "epoch 0", "loss    1.2500", "lr  2.00e-05", "5 tokens/s", "2.0 s/step", "ETA 18.0 s"):
         assert part in lines[2]
     assert len({line.index("tokens/s") for line in lines}) == 1
+    assert "num_tokens" not in printed(console)
     assert "ETA" not in lines[-1]
     assert "\x1b" not in printed(console)
 
@@ -69,10 +70,10 @@ def test_plain_lines_tell_of_saves_validation_and_messages(tmp_path: Path) -> No
         report.message("[bold]as it stands[/bold]")
     text = printed(console)
     for part in (
-        "validation  loss 1.5000  held_out/loss 1.7500",
+        "validation  step 1  loss 1.5000  held_out/loss 1.7500",
         "writing step 1\n",
         "step 1 saved: 2.5 MB in 1.5 s",
-        "pruned step 0",
+        "pruned  step 0\n",
         "FAILED step 2: No space left [on] device",
         "[bold]as it stands[/bold]\n",
     ):
@@ -87,7 +88,7 @@ def test_off_shows_messages_and_failures_only(tmp_path: Path) -> None:
         report.save_event(SaveEvent("writing", 1, "step_1"))
         report.save_event(SaveEvent("failed", 1, "tmp_step_1", message="disk full"))
         report.message("hello")
-    assert printed(console) == "checkpoint: FAILED step 1: disk full\nhello\n"
+    assert printed(console) == "checkpoint  FAILED step 1: disk full\nhello\n"
 
 
 def test_auto_is_plain_unless_the_stream_itself_is_a_terminal(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_auto_is_plain_unless_the_stream_itself_is_a_terminal(tmp_path: Path) ->
 def test_one_frame_of_the_live_view(tmp_path: Path) -> None:
     now, clock = HandClock(), Clock()
     with make(tmp_path / "my-run", total_steps=200, console=terminal(), now=now, progress="live") as report:
-        assert "waiting for the first step" in frame(report)
+        assert "waiting for the first" in frame(report)
         for step in range(50):
             with report.phase("train"):
                 now.passes(2)
@@ -115,12 +116,31 @@ def test_one_frame_of_the_live_view(tmp_path: Path) -> None:
             now.passes(4)
             text = frame(report)
     for part in (
-        *("my-run", "50/200", "25%", "epoch 12", "ETA 5:00", "2.5500", "█", "grad_norm 0.5000"),
-        *("5 tokens/s   2.0 s/step   learning rate 2.00e-05", "step 50   loss 1.5000"),
-        *("step 50 saved: 2.5 GB in 3.0 s", "data   for 4.0 s"),
+        *(
+            "my-run",
+            "validation",
+            "checkpoint",
+            "50/200",
+            "epoch 12",
+            "ETA 0:05:00",
+            "2.5500",
+            "█",
+            "grad_norm    0.5000",
+            "lr  2.00e-05",
+        ),
+        *("│ step        50/200", "5 tokens/s   2.0 s/step", "step  50/200  loss 1.5000  held_out/loss 1.7500"),
+        *("step 50 saved: 2.5 GB in 3.0 s", "0:01:44  data for 4.0 s"),
     ):
         assert part in text, part
-    assert "ended after 1:44" in frame(report)
+    assert "data" not in frame(report)
+
+
+def test_what_is_shown_of_the_metrics() -> None:
+    validated = {"a/loss": 1.5, "a/num_tokens": 9.0, "loss": 1.5, "num_tokens": 9.0, "skipped_rows": 0.0}
+    assert headline(validated) == {"loss": 1.5}
+    assert headline(validated | {"b/loss": 1.5}) == {"a/loss": 1.5, "loss": 1.5, "b/loss": 1.5}
+    assert headline({"value/loss": 2.0, "loss": 1.0}) == {"value/loss": 2.0, "loss": 1.0}
+    assert headline({"score": 1.0}) == {"score": 1.0}
 
 
 def test_the_live_view_shows_failures_above_itself_and_ends_with_the_summary(tmp_path: Path) -> None:
@@ -132,11 +152,11 @@ def test_the_live_view_shows_failures_above_itself_and_ends_with_the_summary(tmp
         report.save_event(SaveEvent("failed", 1, "tmp_step_1", message="disk full"))
         raise RuntimeError
     text = console.export_text()
-    assert "checkpoint: FAILED step 1: disk full\n" in text
+    assert "checkpoint  FAILED step 1: disk full\n" in text
     assert text.index("FAILED") < text.rindex("╭") < text.index("Where the time went")
     assert sys.stdout is stdout
     assert "\x1b[?25h" in printed(console)  # the cursor is back
-    assert not [thread for thread in threading.enumerate() if thread.name == "surefoot-live-view"]
+    assert not [thread for thread in threading.enumerate() if "Refresh" in type(thread).__name__ and thread.is_alive()]
 
 
 def test_the_live_view_copes_with_odd_terminals(tmp_path: Path) -> None:
@@ -149,11 +169,6 @@ def test_the_live_view_copes_with_odd_terminals(tmp_path: Path) -> None:
         file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
         Console(file=file, width=100).print(report._progress)
         file.flush()
-
-
-def test_the_sparkline_covers_a_share_of_the_run_and_stays_short() -> None:
-    progress = LiveProgress(terminal(), "", 19200, Timeline(HandClock()))
-    assert progress._steps_per_spark == 100
 
 
 def test_save_events_from_threads_reach_the_console_whole(tmp_path: Path) -> None:
@@ -169,7 +184,7 @@ def test_save_events_from_threads_reach_the_console_whole(tmp_path: Path) -> Non
             thread.start()
         for thread in threads:
             thread.join()
-    want = {f"checkpoint: pruned step {1000 * worker + step:,}" for worker in range(1, 9) for step in range(100)}
+    want = {f"pruned  step {1000 * worker + step:,}" for worker in range(1, 9) for step in range(100)}
     assert set(printed(console).splitlines()) == want
 
 

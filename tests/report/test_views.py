@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import surefoot.report.text
 from surefoot.errors import ConfigError
-from surefoot.report.wandb import WandbView
+from surefoot.report.trackers import WandbTracker
 from surefoot.run import Report
 from surefoot.types import Clock, Metric, SaveEvent
 from tests.report.kit import JsonFolder, lines_of, make, printed, turn
@@ -85,20 +85,42 @@ def test_a_console_whose_reader_is_gone_stops_nothing(
     with caplog.at_level(logging.INFO), make(tmp_path, console=console, progress=progress) as report:
         for _ in range(3):
             turn(report, clock)
-        report.message("said nevertheless")
+        report.message("said to nobody")
         report.save_event(SaveEvent("failed", 3, "tmp_step_3", message="disk full"))
     messages = [record.message for record in caplog.records]
     assert len([m for m in messages if "switched off" in m]) == 1
-    assert "said nevertheless" in messages
-    assert "checkpoint: FAILED step 3: disk full" in messages
     assert len(lines_of(tmp_path)) == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_terminal_that_goes_away_under_the_live_view_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class HangsUp(io.StringIO):
+        gone = False
+
+        def write(self, text: str) -> int:
+            if self.gone:
+                raise OSError(5, "Input/output error")
+            return super().write(text)
+
+    clock, file, stdout = Clock(), HangsUp(), sys.stdout
+    console = Console(file=file, force_terminal=True)
+    with caplog.at_level(logging.WARNING), make(tmp_path, console=console, progress="live") as report:
+        turn(report, clock)
+        file.gone = True
+        report.message("to nobody")
+        assert sys.stdout is stdout
+        turn(report, clock)
+    assert [record.message.partition(",")[0] for record in caplog.records] == ["live view is switched off"]
+    assert len(lines_of(tmp_path)) == 2
 
 
 def test_a_pipe_closed_by_its_reader_does_not_end_the_process(tmp_path: Path) -> None:
     code = (
         "import sys; from tests.report.kit import *\n"
         "from rich.console import Console\n"
-        f"with make({str(tmp_path)!r}, console=Console(), progress=sys.argv[1]) as report:\n"
+        f"with make(Path({str(tmp_path)!r}), console=Console(), progress=sys.argv[1]) as report:\n"
         "    clock = Clock(); sys.stdin.readline()\n"
         "    for _ in range(5): turn(report, clock); report.message('x' * 100)\n"
     )
@@ -133,14 +155,13 @@ def test_training_info_never_repeats_an_older_validation(tmp_path: Path) -> None
     assert not [key for key in report.training_info(Clock(step=9)) if ":" in key]
 
 
-def test_closing_twice_and_events_after_it_do_no_harm(tmp_path: Path) -> None:
-    report = make(tmp_path, tensorboard=True, progress="live")
-    with report:
+def test_events_after_the_end_do_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with make(tmp_path, tensorboard=True, progress="live") as report:
         turn(report, Clock())
-    report.close()
     report.save_event(SaveEvent("finished", 1, "step_1"))
     report.message("late")
-    assert printed(report._console).count("Where the time went") == 1
+    assert "late\n" in printed(report._console)
+    assert caplog.text == ""
 
 
 def test_the_report_keeps_the_loops_protocol() -> None:
@@ -202,4 +223,4 @@ def test_a_wandb_that_cannot_start_is_switched_off(
 
 def test_the_examples_in_the_documentation_are_right() -> None:
     assert doctest.testmod(surefoot.report.text).failed == 0
-    assert WandbView.name != ""
+    assert WandbTracker.name != ""

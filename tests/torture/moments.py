@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import signal
 import time
 from pathlib import Path
 
+from surefoot.checkpoint import storage
 from tests.helpers import mounts
 from tests.helpers.fork_server import ForkServer
-from tests.torture.real_runs import Progress, Reference, Tally, assert_nothing_lost, fresh, start_or_resume
+from tests.torture.real_runs import STEPS, Progress, Reference, Tally, assert_nothing_lost, fresh, start_or_resume
 
+OPERATIONS = 500  # of a whole run, at least
 MOST_PER_RUN = 6  # then a run may end; else a slow machine would never get there
 
 
@@ -55,7 +59,8 @@ def cut_power(
     seed: int = 0,
     progress: Progress = lambda done: None,
 ) -> Tally:
-    """`count` power cuts at random moments, on a file system of its own that is mounted again after each."""
+    """`count` power cuts, on a file system of its own that is mounted again after each: at random moments, before
+    random storage operations, and right after commits."""
     tally, rng = Tally("power cuts"), random.Random(seed)
     fresh(folder)
     image, events, log = folder / "image", folder / "events", folder / "log"
@@ -68,10 +73,15 @@ def cut_power(
             words = (reference.file, run_dir, events)
             with tally.judging(f"seed {seed}, run {started}"):
                 for _ in range(min(MOST_PER_RUN, count - tally.done)):
-                    child = server.start(start_or_resume, *words, log=log)
-                    time.sleep(rng.uniform(0, reference.seconds))
-                    mounts.cut_power(disk)
-                    child.signal(signal.SIGKILL)
+                    kind = rng.choice(("time", "operation", "commit"))
+                    if kind == "time":
+                        child = server.start(start_or_resume, *words, log=log)
+                        time.sleep(rng.uniform(0, reference.seconds))
+                        mounts.cut_power(disk)
+                        child.signal(signal.SIGKILL)
+                    else:
+                        number = rng.randrange(OPERATIONS) if kind == "operation" else rng.randrange(STEPS // 2)
+                        child = server.start(cut_at, *words, str(disk), kind, number, log=log)
                     child.wait()
                     mounts.unmount(disk)
                     mounts.mount_image(image, disk)
@@ -84,3 +94,23 @@ def cut_power(
                 reference.assert_equals_straight(run_dir)
     tally.notes = f"{started} runs, {in_saves} cuts in the middle of a save"
     return tally
+
+
+def cut_at(file: str, run_dir: str, events: str, disk: str, kind: str, number: int) -> int:
+    """In a child: the power goes before storage operation `number` of this attempt, or right after so many commits."""
+    operations, commits = itertools.count(), itertools.count()
+
+    def cut() -> None:
+        mounts.cut_power(Path(disk))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def before_operation(name: str, path: str) -> None:
+        if kind == "operation" and next(operations) == number:
+            cut()
+
+    def after_commit() -> None:
+        if kind == "commit" and next(commits) == number:
+            cut()
+
+    storage.observers.append(before_operation)
+    return start_or_resume(file, run_dir, events, after_commit)

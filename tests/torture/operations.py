@@ -15,7 +15,7 @@ from typing import Any
 
 from surefoot.checkpoint import storage
 from tests.helpers import runs
-from tests.helpers.fork_server import ForkServer
+from tests.helpers.fork_server import ForkServer, forked
 from tests.torture.kill_every_operation import Operation, kill_before_each, operations_of
 from tests.torture.real_runs import (
     SETTINGS,
@@ -25,7 +25,6 @@ from tests.torture.real_runs import (
     Tally,
     assert_all_sound,
     finish,
-    forked,
     fresh,
     sampled,
 )
@@ -75,7 +74,11 @@ def _torture(algorithm: str, file: str, straight: str, folder: str, how: str, co
     def check(directory: Path, operation: Operation) -> None:
         assert_all_sound(directory)
         assert forked(lambda: finish(runs.resumed(directory))) == 0, "it could not be resumed"
-        reference.assert_equals_straight(directory)
+        # After a kill between the exchange and its fsync, the old step of the branch left behind has this name. It
+        # stays, as a save that did not finish would, until its step is saved again.
+        reference.assert_equals_straight(
+            directory, may_stay=tuple(f"tmp_step_{s}" for s in range(BRANCH_AT + 1, STEPS))
+        )
         done.write(f"{operation}\n")
 
     def choose(operations: list[Operation]) -> list[Operation]:

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from surefoot import loop
-from surefoot.checkpoint import verify_checkpoint
+from surefoot.checkpoint import commit, verify_checkpoint
 from surefoot.checkpoint.commit import step_of
-from surefoot.errors import SurefootError
 from surefoot.run import Run
-from surefoot.types import SaveEvent
 from tests.helpers import runs
 from tests.helpers.fork_server import ForkServer
 
@@ -70,9 +68,9 @@ class Reference:
             assert child.wait() == 0, child.log
         return cls(algorithm, file, folder / "run", time.monotonic() - started_s)
 
-    def assert_equals_straight(self, run_dir: Path, step: int = STEPS) -> None:
-        """Weights, optimizer, position and metrics, bit for bit; and nothing is left lying about."""
-        ours, theirs = (folder / "checkpoints" / f"step_{step}" for folder in (run_dir, self.straight))
+    def assert_equals_straight(self, run_dir: Path, may_stay: tuple[str, ...] = ()) -> None:
+        """Weights, optimizer, position and metrics, bit for bit; and nothing but `may_stay` is left lying about."""
+        ours, theirs = (folder / "checkpoints" / f"step_{STEPS}" for folder in (run_dir, self.straight))
         states = runs.state_bytes(ours), runs.state_bytes(theirs)
         assert states[0], f"{ours} is not there"
         assert states[0].keys() == states[1].keys(), "other files than the straight run"
@@ -82,7 +80,7 @@ class Reference:
         assert_all_sound(run_dir)
         left = [path.name for path in (run_dir / "checkpoints").iterdir() if path.name.startswith(("tmp_", ".swap"))]
         left += [path.name for path in (run_dir / "checkpoints").glob(".trash/*")]
-        assert not left, f"left lying about: {left}"
+        assert set(left) <= set(may_stay), f"left lying about: {left}"
 
 
 def assert_all_sound(run_dir: Path) -> list[int]:
@@ -101,11 +99,11 @@ def assert_nothing_lost(run_dir: Path, events: Path) -> None:
     steps = assert_all_sound(run_dir)
     reported = reported_steps(events)
     if reported:
-        assert max(steps, default=0) >= reported[-1], f"step {reported[-1]} was reported as saved; there is {steps}"
+        assert max(steps, default=0) >= reported[-1], f"step {reported[-1]} was committed; there is {steps}"
 
 
 def reported_steps(events: Path) -> list[int]:
-    """The saves reported as finished, in their order. A kill may have cut off the last line."""
+    """The steps on record as committed, in their order. A kill may have cut off the last line."""
     lines = events.read_text().splitlines(keepends=True) if events.exists() else []
     return [int(line) for line in lines if line.endswith("\n")]
 
@@ -113,31 +111,31 @@ def reported_steps(events: Path) -> list[int]:
 # ---------------------------------------------------------------------------------------------------------- in children
 
 
-def start_or_resume(file: str, run_dir: str, events: str, *overrides: str) -> int:
-    """One attempt, as a user would make it. Each finished save is put on record outside the run's file system, and
+def start_or_resume(file: str, run_dir: str, events: str, after_commit: Callable[[], None] = lambda: None) -> int:
+    """One attempt, as a user would make it. Each committed step is put on record outside the run's file system, and
     what the attempt goes on from is checked against that record."""
     reported = reported_steps(Path(events))
     if (Path(run_dir) / "config.yaml").exists():
-        run = runs.resumed(Path(run_dir), *overrides)
+        run = runs.resumed(Path(run_dir))
     else:
-        run = runs.started(Path(file), f"run_dir={run_dir}", *SETTINGS, *overrides)
-    assert run.clock.step >= max(reported, default=0), f"goes on from {run.clock.step}, {reported} were reported"
-    record(run, Path(events))
+        run = runs.started(Path(file), f"run_dir={run_dir}", *SETTINGS)
+    assert run.clock.step >= max(reported, default=0), f"goes on from {run.clock.step}, {reported} were committed"
+    record(Path(events), after_commit)
     finish(run)
     return 0
 
 
-def record(run: Run, events: Path) -> None:
-    manager: Any = run.checkpoints
-    listener = manager._listener
+def record(events: Path, after_commit: Callable[[], None]) -> None:
+    """A step is on record when its commit has returned: from then on nothing may take it away."""
     file = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    real = commit.commit
 
-    def tell(event: SaveEvent) -> None:
-        if event.kind == "finished":
-            os.write(file, f"{event.step}\n".encode())
-        listener(event)
+    def recorded(temporary: Path, final: Path, retire: Callable[[Path], None]) -> None:
+        real(temporary, final, retire)
+        os.write(file, f"{step_of(final.name)}\n".encode())
+        after_commit()
 
-    manager._listener = tell
+    commit.commit = recorded
 
 
 def finish(run: Run) -> None:
@@ -146,24 +144,6 @@ def finish(run: Run) -> None:
         run.checkpoints.shutdown()
     else:
         loop.train(run)
-
-
-def forked(function: Callable[[], Any]) -> int:
-    """Exit status of a forked child: 0, 2 after an error raised on purpose, 1 after any other; minus a signal."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            function()
-            status = 0
-        except SurefootError:
-            traceback.print_exc()
-            status = 2
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def fresh(folder: Path) -> Path:
