@@ -58,7 +58,7 @@ def diff(first: Path, second: Path) -> list[Difference]:
         CorruptCheckpoint: one of them is damaged where it was read.
     """
     a, b = LocalReader.open(first), LocalReader.open(second)
-    found = _mappings("fingerprint ", _fingerprints(a.manifest), _fingerprints(b.manifest))
+    found = _fingerprints(a.manifest, b.manifest)
     files_a = {entry.path: entry for entry in a.manifest.files}
     files_b = {entry.path: entry for entry in b.manifest.files}
     for path in sorted({*files_a, *files_b}):
@@ -71,8 +71,12 @@ def diff(first: Path, second: Path) -> list[Difference]:
     return found
 
 
-def _fingerprints(manifest: Manifest) -> dict[str, str]:
-    return {name: f"{value.description} ({value.hash})" for name, value in manifest.fingerprints.items()}
+def _fingerprints(a: Manifest, b: Manifest) -> list[Difference]:
+    """Hashes decide; the descriptions, which may name the same thing in other words, only explain."""
+    one, other = a.fingerprints, b.fingerprints
+    found = _mappings("fingerprint ", {n: f.hash for n, f in one.items()}, {n: f.hash for n, f in other.items()})
+    words = {f"fingerprint {n}": f"{one[n].description} and {other[n].description}" for n in one if n in other}
+    return [Difference(d.what, d.kind, words.get(d.what, d.detail)) for d in found]
 
 
 def _mappings(prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:

@@ -74,7 +74,7 @@ class DemoFolder:
         """Write the data, train the tokenizer on it, write the configuration."""
         task.write_dataset(self.train, self.heldout, seed)
         task.train_tokenizer(task.read_rows(self.train), self.tokenizer)
-        model_init = textwrap.indent(yaml.safe_dump(task.model_init(), sort_keys=False), " " * 4)
+        model_init = textwrap.indent(yaml.safe_dump(task.model_init(), sort_keys=False).rstrip(), " " * 4)
         root = json.dumps(str(self.root), ensure_ascii=False)[1:-1]  # as it stands between YAML's double quotes
         text = _CONFIG.format(root=root, seed=seed, steps=NUM_STEPS, period=SAVE_PERIOD, model_init=model_init)
         self.config.write_text(text, encoding="utf-8")

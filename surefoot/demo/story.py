@@ -20,10 +20,10 @@ from surefoot.report.text import duration
 
 _NEXT = """\
 Next, try
-  surefoot ckpt ls {root}/killed                              # what is on disk
-  surefoot ckpt verify {root}/killed                          # every byte against the manifests
+  surefoot ckpt ls {root}/killed  # what is on disk
+  surefoot ckpt verify {root}/killed  # every byte against the manifests
   surefoot train {root}/sft.yaml run_dir={root}/again seed=1  # Ctrl-C saves and stops it
-  surefoot resume {root}/again                                # and this goes on"""
+  surefoot resume {root}/again  # and this goes on"""
 _KILL_IN = range(NUM_STEPS // 2, NUM_STEPS, SAVE_PERIOD)  # the first of these saves that can be caught
 _LOOK_S = 0.2
 _NEAR_STEPS = 50  # before a save: from here on the watch for it is close

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from surefoot.checkpoint.processes import die_with_parent
 from surefoot.config_file import algorithm_names, load_algorithm
 from surefoot.errors import SurefootError
 
@@ -87,7 +88,7 @@ class ForkServer:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.fork_server"],
+            [sys.executable, "-m", "tests.helpers.fork_server", str(os.getpid())],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -142,10 +143,12 @@ def wait_for(path: Path, child: Child | None = None, timeout_s: float = PATIENCE
 def forked(function: Callable[[], Any]) -> int:
     """For a child of the server that forks. Exit status: 0, 2 after an error raised on purpose, 1 after any
     other; minus a signal."""
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            die_with_parent(parent)
             function()
             status = 0
         except SurefootError:
@@ -198,8 +201,6 @@ def _work(request: dict[str, Any]) -> None:
         try:
             import torch
 
-            from surefoot.checkpoint import die_with_parent
-
             faulthandler.enable()
             die_with_parent(request["server"])
             torch.set_num_threads(1)
@@ -227,4 +228,5 @@ def _output_to(log: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
     _serve()
