@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,9 @@ class Child:
         self._waiting = False
 
     def signal(self, number: int) -> None:
-        if self._status is None:
-            os.kill(self.pid, number)
+        with suppress(ProcessLookupError):  # ended, and waited for, a moment ago
+            if self._status is None:
+                os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """Exit status, or minus the signal that ended it. One that hangs leaves its stacks in the log."""
