@@ -17,6 +17,7 @@ from rich.console import Console
 
 from surefoot import run_dir as folders
 from surefoot.checkpoint import Arena, CheckpointManager, ResumePoint, check_fingerprints
+from surefoot.checkpoint.directory import scan
 from surefoot.checkpoint.storage import write_small_file
 from surefoot.config import RunConfig, parse_duration_s
 from surefoot.config_file import (
@@ -86,7 +87,7 @@ def resume(
     with _held(manager, run_dir):
         manager.open(resume=True)
         point = manager.choose_resume(checkpoint)
-        _tell(point, run_dir)
+        _tell(point, config)
         before = load_config(point.reader.local(folders.CONFIG_FILE) if point.reader else file)
         _check_changes(before, config, allow)
         return _assemble(config, manager, listeners, point, allow, console)
@@ -231,13 +232,17 @@ def _held(manager: CheckpointManager, run_dir: Path) -> Iterator[None]:
         raise
 
 
-def _tell(point: ResumePoint, run_dir: Path) -> None:
+def _tell(point: ResumePoint, config: RunConfig) -> None:
     for note in point.notes:
         _log.warning(note)
     for path, reason in point.skipped:
         _log.warning("SKIPPED %s: %s", path, reason)
     if point.reader is None:
-        _log.warning("%s has no checkpoint yet: the run starts again from step 0", run_dir)
+        _log.warning("%s has no checkpoint yet: the run starts again from step 0", config.run_dir)
+    rescue_dir = config.checkpointing.rescue_dir
+    for info in scan(Path(rescue_dir)) if rescue_dir is not None else ():
+        if info.state == "complete" and info.step > point.step:
+            _log.warning("a newer state was rescued at %s: to go on from it, resume --from %s", info.path, info.path)
 
 
 def _check_changes(before: RunConfig, after: RunConfig, allow: frozenset[str]) -> None:

@@ -45,7 +45,11 @@ class ResumeRefused(CheckpointError):
     """The run on disk and the run asked for differ in something that may not change. Names both values."""
 
 
-class SaveFailed(SurefootError, RuntimeError):
+class StorageFailed(SurefootError):
+    """A disk no longer takes what the run must write. The state in memory is sound: `rescue_dir` may still take it."""
+
+
+class SaveFailed(StorageFailed, RuntimeError):
     """A background save failed. Its message begins with "Background checkpoint finalization failed"; `__cause__` is
     what the writer raised.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from surefoot.errors import NothingTrained, SaveFailed, StopRequested
+from surefoot.errors import NothingTrained, StopRequested, StorageFailed
 from surefoot.run import Outcome, Run
 from surefoot.types import Metrics, Poll, merge_metrics
 
@@ -18,6 +18,7 @@ def train(run: Run) -> Outcome:
 
     Raises:
         SaveFailed: a background save failed; no step was trained after its failure was seen.
+        StorageFailed: the metrics cannot be written.
         NonFiniteError: a loss or gradient norm is not finite; nothing was saved from that step.
         NothingTrained: the run ended by itself without one training step.
     """
@@ -42,8 +43,9 @@ def train(run: Run) -> Outcome:
                 raise NothingTrained(f"no training step was done: {outcome.reason}")
             if clock.step > started:
                 _save_if_due(run, final=True)
-    except SaveFailed as failure:
-        raise _rescued(run, failure) from failure.__cause__
+    except StorageFailed as failure:
+        failure.args = ("\n".join([str(failure), *_rescue(run)]),)
+        raise
     finally:
         run.source.close()
     return Outcome(clock.step - started, outcome.reason, outcome.exit_code)
@@ -106,13 +108,13 @@ def _save_if_due(run: Run, final: bool = False) -> None:
         run.checkpoints.offer(run.clock.step, run.report.training_info(run.clock), run.parts, final)
 
 
-def _rescued(run: Run, failure: SaveFailed) -> SaveFailed:
-    """The live state is newer than anything on disk: save it elsewhere, if the user named a place."""
+def _rescue(run: Run) -> list[str]:
+    """The live state is newer than what is on disk: save it elsewhere, if the user named a place. Says what happened."""
+    step = run.clock.step
+    if step == 0:
+        return []
     try:
-        path = run.checkpoints.rescue(run.clock.step, run.report.training_info(run.clock), run.parts)
+        path = run.checkpoints.rescue(step, run.report.training_info(run.clock), run.parts)
     except Exception as error:
-        note = f"The rescue of step {run.clock.step} failed too: {error}"
-    else:
-        note = "" if path is None else f"Step {run.clock.step} is saved at {path}; resume with --from {path}"
-    message = f"{failure}\n{note}" if note else str(failure)
-    return SaveFailed(message, step=failure.step, path=failure.path)
+        return [f"The rescue of step {step} failed too: {error}"]
+    return [] if path is None else [f"Step {step} is saved at {path}; resume with --from {path}"]

@@ -18,13 +18,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from surefoot.errors import SurefootError
+from surefoot.errors import StorageFailed
 
 logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Append-only lines of JSON. `append` and `cut` raise `SurefootError`, which names the file and the cause."""
+    """Append-only lines of JSON. `append` and `cut` raise `StorageFailed`, which names the file and the cause."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,7 +109,7 @@ def _explained(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SurefootError(
+        raise StorageFailed(
             f"cannot {what} {path}: {error.strerror or error}. The run stops, since its metrics would have a gap. "
             "Make room, or make the file and its folder writable, then resume the run"
         ) from error

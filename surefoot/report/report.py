@@ -100,7 +100,7 @@ class RunReport:
         """Record the step that `clock` has just advanced past.
 
         Raises:
-            SurefootError: `metrics.jsonl` cannot be written.
+            StorageFailed: `metrics.jsonl` cannot be written.
             ValueError: a metric has a name that the line needs for itself.
         """
         values = self._measure("train", clock, metrics)

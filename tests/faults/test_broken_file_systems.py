@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from surefoot import loop
-from surefoot.errors import SaveFailed, SurefootError
+from surefoot.errors import SaveFailed, StorageFailed, SurefootError
 from surefoot.run import Run
 from tests.faults.project import Project, assert_all_sound, before_offer, fails, joined, observing
 from tests.helpers import mounts, runs
@@ -142,6 +142,22 @@ def test_everything_is_on_the_full_disk(project: Project, memory_path: Path) -> 
         assert run.clock.step == 2
         (disk / "filler").unlink()
         project.assert_goes_on(run_dir, 0)
+
+
+def test_the_live_state_is_rescued_when_the_metrics_cannot_be_written(project: Project, memory_path: Path) -> None:
+    with mounts.tmpfs(memory_path / "small", 8 * MIB) as small:
+        rescue = f"checkpointing.rescue_dir={memory_path / 'rescue'}"
+        run_dir = small / "run"
+        run = joined(runs.started(project.file, f"run_dir={run_dir}", "max_num_steps=60", on(memory_path), rescue))
+        before_offer(run, 3, lambda: mounts.fill(small))
+        with pytest.raises(StorageFailed, match=r"cannot write .*metrics\.jsonl") as caught:
+            loop.train(run)
+        step = run.clock.step
+        rescued = memory_path / "rescue" / f"step_{step}"
+        assert f"Step {step} is saved at {rescued}; resume with --from {rescued}" in str(caught.value)
+        (small / "filler").unlink()
+        resumed = runs.resumed(run_dir, f"max_num_steps={step + 2}", checkpoint=rescued)
+        assert (resumed.clock.step, loop.train(resumed).steps) == (step, 2)
 
 
 def test_the_metrics_cannot_be_written(project: Project, memory_path: Path) -> None:

@@ -199,7 +199,10 @@ def test_without_from_the_newest_in_the_run_is_taken_and_the_rescued_one_stays(
     words = train_words(project, disk, f"checkpointing.rescue_dir={memory_path / 'rescue'}")
     surefoot(*words, spoil=lambda run: before_offer(run, 4, disk.fill))
     disk.make_room()
-    project.assert_goes_on(disk.run_dir, 2)
+    ended = surefoot("resume", disk.run_dir)
+    assert f"a newer state was rescued at {memory_path / 'rescue' / 'step_4'}" in ended.said
+    assert "going on from step 2" in ended.said
+    project.assert_equals_straight(disk.run_dir, disk.checkpoints)
     assert verify_checkpoint(memory_path / "rescue" / "step_4").sound
 
 
