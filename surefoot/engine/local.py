@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from surefoot.config import EngineConfig
-from surefoot.engine.batching import MicroBatch, micro_batches, optimizer_steps
+from surefoot.engine.batching import MicroBatch, joined, micro_batches, optimizer_steps
 from surefoot.engine.folder import WEIGHTS_FILE, weights_by_name
 from surefoot.engine.heads import ModelHead
 from surefoot.engine.models import resolve_device
@@ -107,15 +107,16 @@ class LocalEngine:
         return self._plane.put(ref, {into[output]: rows for output, rows in found.items()})
 
     def evaluate(self, ref: BatchRef, objective: Objective) -> Metrics:
-        batches = self._batches(ref, objective)
-        norm = _norm(objective.loss, batches)
-        measured = []
+        batches, loss = self._batches(ref, objective), objective.loss
+        norm = _norm(loss, batches)
         self._set_mode(training=False)
         with torch.no_grad():
-            for batch in batches:
-                out = self._forward(batch, objective.head, _wanted(objective.loss, batch))
-                measured.append(objective.loss(out, batch.columns, norm=norm)[1])
-        return merge_metrics(measured)
+            outputs = (self._forward(batch, objective.head, _wanted(loss, batch)) for batch in batches)
+            if loss.whole_step:
+                return loss(joined(list(outputs)), joined([batch.columns for batch in batches]), norm=norm)[1]
+            return merge_metrics(
+                loss(out, batch.columns, norm=norm)[1] for out, batch in zip(outputs, batches, strict=True)
+            )
 
     def train(self, ref: BatchRef, objective: Objective) -> Metrics:
         """Besides `grad_norm` (before clipping), `lr` and `optimizer_steps` (done in the whole run), the metrics hold
@@ -152,18 +153,47 @@ class LocalEngine:
     def _backward(
         self, batches: Sequence[MicroBatch], objective: Objective, norm: Mapping[str, float]
     ) -> list[Metrics]:
-        measured: list[Metrics] = []
         self._set_mode(training=True)
         with self._random_state_kept():
+            if objective.loss.whole_step and len(batches) > 1:
+                return [self._backward_whole(batches, objective, norm)]
+            measured: list[Metrics] = []
             for number, batch in enumerate(batches):
-                torch.manual_seed(derive_seed(self._seed, "train", self._trainable().steps, number))
-                out = self._forward(batch, objective.head, _wanted(objective.loss, batch))
+                out = self._train_forward(number, batch, objective)
                 loss, metrics = objective.loss(out, batch.columns, norm=norm)
-                if not torch.isfinite(loss):
-                    raise self._not_finite("the loss", float(loss.detach()), batch.ids)
+                self._check_loss(loss, batch.ids)
                 loss.backward()  # type: ignore[no-untyped-call]
                 measured.append(metrics)
-        return measured
+            return measured
+
+    def _backward_whole(
+        self, batches: Sequence[MicroBatch], objective: Objective, norm: Mapping[str, float]
+    ) -> Metrics:
+        """For a loss that is no sum over groups. First all outputs, without gradients, and the loss on all of them at
+        once; then each micro-batch again, back from the loss's gradient in its outputs. Both passes draw the same
+        dropout."""
+        with torch.no_grad():
+            outputs = joined([self._train_forward(number, batch, objective) for number, batch in enumerate(batches)])
+        leaves = {name: out.requires_grad_() for name, out in outputs.items() if out.is_floating_point()}
+        loss, metrics = objective.loss(outputs, joined([batch.columns for batch in batches]), norm=norm)
+        self._check_loss(loss, [row for batch in batches for row in batch.ids])
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        grads = {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+        start = 0
+        for number, batch in enumerate(batches):
+            out = self._train_forward(number, batch, objective)
+            rows, tokens = slice(start, start + len(batch.rows)), slice(batch.input_ids.shape[1])
+            torch.autograd.backward([out[name] for name in grads], [grad[rows, tokens] for grad in grads.values()])
+            start = rows.stop
+        return metrics
+
+    def _train_forward(self, number: int, batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
+        torch.manual_seed(derive_seed(self._seed, "train", self._trainable().steps, number))
+        return self._forward(batch, objective.head, _wanted(objective.loss, batch))
+
+    def _check_loss(self, loss: Tensor, ids: Sequence[str]) -> None:
+        if not torch.isfinite(loss):
+            raise self._not_finite("the loss", float(loss.detach()), ids)
 
     def _forward(self, batch: MicroBatch, head: Head, wanted: Tensor | None = None) -> dict[str, Tensor]:
         bfloat16 = self._config.precision == "bfloat16"
