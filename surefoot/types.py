@@ -373,10 +373,13 @@ class EngineSpec:
     Attributes:
         kind: "causal_lm", or "scalar" for one number per token (reward and value models).
         trained: a frozen engine has no optimizer and is not captured; its fingerprint is.
+        base_of: a frozen engine that is the named engine's model as it was before training: with LoRA a view of the
+            same model with its adapter off, else a second one.
     """
 
     kind: Literal["causal_lm", "scalar"] = "causal_lm"
     trained: bool = True
+    base_of: str | None = None
 
 
 class Engine(Saveable, Protocol):

@@ -30,8 +30,8 @@ class ModelHead:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._base: nn.Module = getattr(model, str(model.base_model_prefix), model)
-        score = getattr(model, "score", None)
-        self._score: nn.Module | None = score if isinstance(score, nn.Linear) and score.out_features == 1 else None
+        score = getattr(model, "score", None)  # an adapter's copy of it passes its attributes on
+        self._score: nn.Module | None = score if getattr(score, "out_features", None) == 1 else None
         self._lm_head: nn.Linear | None = None
         if self._score is None:
             self._lm_head = _separable_head(model, self._base)
