@@ -150,6 +150,7 @@ def _merged(checkpoint: LocalReader, part: str) -> tuple[Mapping[str, bytes], Ma
     """The small files and the weights of the part's base with its adapter added."""
     from surefoot.config_file import load_config
     from surefoot.engine import models
+    from surefoot.engine.folder import weights_by_name
     from surefoot.errors import CheckpointError
 
     reader = checkpoint.under(part)
@@ -165,7 +166,7 @@ def _merged(checkpoint: LocalReader, part: str) -> tuple[Mapping[str, bytes], Ma
         kind="scalar" if is_scalar else "causal_lm",
     )
     whole = models.merged(loaded)
-    return whole.files, models.weights_by_name(whole.model)
+    return whole.files, weights_by_name(whole.model)
 
 
 def _manager(folder: Path) -> CheckpointManager:

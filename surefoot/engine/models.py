@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -292,6 +293,10 @@ def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind) -> Any:
 def _as_scalar(hf_config: Any, tokenizer: Any) -> None:
     """One label, and a pad token that ends no row: Transformers takes a row's last token that is not the pad token for
     its end, and would read the score one token early. Without a pad token it reads single rows, and refuses several."""
+    if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"Transformers has no model of type {hf_config.model_type} with a score head: use another model"
+        )
     hf_config.num_labels = 1
     text = hf_config.get_text_config()
     if text.pad_token_id is None:
