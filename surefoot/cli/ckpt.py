@@ -148,6 +148,7 @@ def export(
 
 def _merged(checkpoint: LocalReader, part: str) -> tuple[Mapping[str, bytes], Mapping[str, Tensor]]:
     """The small files and the weights of the part's base with its adapter added."""
+    from surefoot.config import EngineConfig
     from surefoot.config_file import load_config
     from surefoot.engine import models
     from surefoot.engine.folder import weights_by_name
@@ -157,10 +158,13 @@ def _merged(checkpoint: LocalReader, part: str) -> tuple[Mapping[str, bytes], Ma
     if "weights/adapter_config.json" not in reader.files():
         raise CheckpointError(f"{checkpoint.root} has no adapter in {part}/weights: nothing to merge")
     config = load_config(checkpoint.local("config.yaml"))
+    section = getattr(config, part, None)
+    if not isinstance(section, EngineConfig):
+        raise CheckpointError(f"the configuration of {checkpoint.root} has no section {part} that names the base")
     is_scalar = reader.json("weights/adapter_config.json")["task_type"] == "SEQ_CLS"
     loaded = models.load_from_checkpoint(
         reader,
-        getattr(config, part),
+        section,
         models.load_tokenizer_from_checkpoint(reader),
         seed=config.seed,
         kind="scalar" if is_scalar else "causal_lm",

@@ -63,13 +63,6 @@ class BaseView:
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         raise ValueError("this engine is a view of another one's base: nothing can be assigned to it")
 
-    @property
-    def state_bytes(self) -> int:
-        return 0
-
-    def warm(self) -> None:
-        pass
-
     def settle(self) -> None:
         pass
 

@@ -81,6 +81,8 @@ class LocalEngine:
         self._head = ModelHead(self.model)
         self._optimizer: Optimizer | None = None
         if not trained:
+            if self._adapted:
+                raise ValueError("a frozen engine takes no adapter: only a new one, not trained yet, could be put on")
             self.model.requires_grad_(False)
             return
         if config.gradient_checkpointing:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -154,7 +153,3 @@ def merge(made: peft.PeftModel) -> Any:
                 layer = embedding.get_base_layer()
                 layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
         return made.merge_and_unload()
-
-
-def is_adapter_folder(folder: Path) -> bool:
-    return (folder / ADAPTER_CONFIG).exists()

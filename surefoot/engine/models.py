@@ -98,7 +98,8 @@ def load(config: EngineConfig, *, tokenizer: Any, seed: int, kind: Kind = "causa
     if config.lora is None:
         return LoadedModel(model, tokenizer, files, source, files)
     adapter = lora.attach(model, config.lora, seed=seed, score=kind == "scalar", base=base)
-    own = adapter_files(files, lora.adapter_config(adapter), tokenizer)
+    with _loading("the tokenizer of the adapter's folder"):
+        own = adapter_files(files, lora.adapter_config(adapter), tokenizer)
     return LoadedModel(model, tokenizer, own, source, files, adapter)
 
 
@@ -132,7 +133,8 @@ def load_from_checkpoint(
         require_same_base(reader, fingerprint(lora.base_weights(loaded.model)))
         file = f"weights/{lora.ADAPTER_WEIGHTS}"
         copy_exactly(reader.tensors(file), lora.adapter_weights(loaded.model), file)
-        return dataclasses.replace(loaded, files=_small_files_of(reader))
+        named = {lora.ADAPTER_CONFIG: loaded.files[lora.ADAPTER_CONFIG]}  # where the base is now
+        return dataclasses.replace(loaded, files={**_small_files_of(reader), **named})
     files = _small_files_of(reader)
     with unpacked(files) as folder, _loading("the checkpoint's weights folder"):
         with no_init_weights():
@@ -257,7 +259,7 @@ def _drawn_from(seed: int) -> Iterator[None]:
 
 
 def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind) -> Any:
-    if lora.is_adapter_folder(folder):
+    if (folder / lora.ADAPTER_CONFIG).exists():
         raise ModelError(f"{folder} holds an adapter; expected a whole model: merge the adapter into its base first")
     with _loading(f"the model in {folder}"), _drawn_from(seed):
         hf_config = AutoConfig.from_pretrained(folder)

@@ -24,6 +24,7 @@ from surefoot.types import Head, Objective
 from tests.engine import tiny
 from tests.engine.tiny import NLL_OBJECTIVE
 from tests.helpers.memory_store import CloningStager, MemoryReader, saved
+from tests.helpers.tokenizers import byte_level, gpt2_like
 
 LENGTHS = [3, 5, 4, 7]
 IDS = torch.arange(18).reshape(2, 9)
@@ -272,6 +273,30 @@ def test_a_resumed_adapter_continues_bit_for_bit(
     assert saved(again)._contents == saved(straight)._contents
 
 
+def test_a_base_that_moved_is_named_where_it_is(tmp_path: Path) -> None:
+    engine, plane = trained(configured(tmp_path, "untied llama", {}))
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "base").rename(tmp_path / "moved/base")
+    again = resumed(saved(engine), configured(tmp_path / "moved", "untied llama", {}), plane)
+    folder = on_disk(saved(again), tmp_path / "adapter")
+    assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), logits(engine.model))
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(adds_bos=True), gpt2_like()])
+def test_the_tokenizer_comes_back_as_it_was(tmp_path: Path, tokenizer: Any) -> None:
+    tiny.base_folder(tmp_path / "base", "tied llama", tokenizer=tokenizer, vocab_size=400)
+    reader = saved(engine_of(configured(tmp_path, "tied llama", {}), MemoryPlane()))
+    base = AutoTokenizer.from_pretrained(tmp_path / "base")
+    for again in (
+        models.load_tokenizer_from_checkpoint(reader),
+        AutoTokenizer.from_pretrained(on_disk(reader, tmp_path / "adapter")),
+    ):
+        assert again.get_vocab() == base.get_vocab()
+        assert again.chat_template == base.chat_template
+        for text in ("what is 2 + 3?<|im_end|>", "日本語 \n\n x"):
+            assert again(text).input_ids == base(text).input_ids
+
+
 def test_another_base_is_refused(tmp_path: Path) -> None:
     configuration = configured(tmp_path, "untied llama", {})
     engine, plane = trained(configuration)
@@ -330,6 +355,9 @@ def test_a_view_is_frozen_and_leaves_a_fingerprint(tmp_path: Path) -> None:
         view.train(tiny.rows(plane, LENGTHS), NLL_OBJECTIVE)
     with pytest.raises(ValueError, match="no adapter"):
         engine_of(configured(tmp_path, "untied llama", None), plane).base_view()
+    loaded = models.load(configuration, tokenizer=models.load_tokenizer(configuration), seed=7)
+    with pytest.raises(ValueError, match="takes no adapter"):
+        LocalEngine(loaded.model, loaded.files, configuration, plane, CloningStager(), seed=7, trained=False)
     other = engine_of(configured(tmp_path / "other", "tied llama", {}), plane).base_view()
     with pytest.raises(ResumeRefused, match="fingerprint"):
         other.restore(reader)
