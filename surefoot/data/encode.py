@@ -169,8 +169,8 @@ class Encoder:
         for pair in row.pairs:
             both = [sides[i] for i in pair]
             if row.answers[0].messages is None:
-                start = min(mask.index(True) for _, mask in both)
-                start = next((i for i in range(start) if both[0][0][i] != both[1][0][i]), start)
+                token_by_token = zip(zip(*both[0], strict=True), zip(*both[1], strict=True), strict=False)
+                start = next(i for i, (x, y) in enumerate(token_by_token) if x != y or x[1])
                 both = [(ids, [i >= start for i in range(len(ids))]) for ids, _ in both]
             found += [self._cut(ids, mask, row.margin) for ids, mask in both]
         return found

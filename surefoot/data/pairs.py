@@ -101,15 +101,17 @@ class PairChecker(RowChecker):
         inside = _prompt_inside(asked, list(turns.values()))
         for (_, label), messages in turns.items():
             if messages[inside]["role"] != "assistant" or (asked is None and not inside):
-                raise RowError("no answer to a prompt", f"field {label}: {_unanswered(name, asked, messages)}")
+                expected = f"`{name}`, or the same turns inside every answer, and then an assistant turn"
+                found = ", ".join(message["role"] for message in messages)
+                raise RowError("no answer to a prompt", f"field {label}: expected {expected}, found the turns {found}")
         return [
             self._chat(where, messages[:inside] or asked or [], messages[inside:], fields)
             for messages in turns.values()
         ]
 
     def _texts(self, name: str, prompt: Any, answers: Answers) -> tuple[str, Answers]:
-        """A prompt and answers that are texts, these without the prompt where it is inside. Whether it is, the first row
-        says for the whole file: "Hi" and the answers "Hi!" and "Hi there" alone could mean either."""
+        """A prompt and answers that are texts, without the prompt inside. Whether it is there, the first row says for
+        the whole file: a prompt "Hi" and answers "Hi!" and "Hi there" could mean either."""
         texts = {key: self._string(key[0], answer, label=key[1]) for key, answer in answers.items()}
         hint = f"; `columns: {{{name}: their_name}}` maps another name"
         if prompt is not None:
@@ -151,10 +153,3 @@ def _prompt_inside(asked: list[dict[str, Any]] | None, answers: list[list[dict[s
     if asked is not None:
         ends = [end for end in ends if answers[0][max(end - len(asked), 0) : end] == asked]
     return next(iter(ends), 0)
-
-
-def _unanswered(name: str, asked: list[dict[str, Any]] | None, messages: list[dict[str, Any]]) -> str:
-    found = f"found the turns {', '.join(message['role'] for message in messages)}"
-    if asked is None:
-        return f"there is no `{name}`: expected it inside, the same turns before every assistant's answer, {found}"
-    return f"expected an assistant turn, or the turns of `{name}` and then an assistant turn, {found}"
