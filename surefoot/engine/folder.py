@@ -38,7 +38,7 @@ def small_files(model: Any, tokenizer: Any, generation_config: bytes | None) -> 
         try:
             model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            again = AutoTokenizer.from_pretrained(folder)
+            again = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:
             raise ModelError(
                 f"the model's configuration or tokenizer cannot be saved and read again, so no checkpoint could be "

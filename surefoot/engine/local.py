@@ -156,7 +156,7 @@ class LocalEngine:
         self._set_mode(training=True)
         with self._random_state_kept():
             for number, batch in enumerate(batches):
-                torch.manual_seed(derive_seed(self._seed, "train", self._trainable().steps, number))
+                self._draw_from(derive_seed(self._seed, "train", self._trainable().steps, number))
                 out = self._forward(batch, objective.head, _wanted(objective.loss, batch))
                 loss, metrics = objective.loss(out, batch.columns, norm=norm)
                 if not torch.isfinite(loss):
@@ -187,6 +187,12 @@ class LocalEngine:
         if self.device.type == "cpu":
             return torch.random.fork_rng(devices=[])
         return torch.random.fork_rng(devices=[self.device.index or 0], device_type=self.device.type)
+
+    def _draw_from(self, seed: int) -> None:
+        """Not `torch.manual_seed`: it seeds every other device too, and formats the stack for each that is absent."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def _trainable(self) -> Optimizer:
         if self._optimizer is None:

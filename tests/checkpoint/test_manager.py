@@ -285,8 +285,27 @@ def test_a_failing_synchronous_save_raises_at_once(memory_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_a_failed_save(memory_path: Path) -> None:
     manager = runs.manager(memory_path / "file" / "checkpoints")
     (memory_path / "file").write_text("in the way")
-    with pytest.raises(SaveFailed, match="step 2"):
-        manager.save(2, {}, runs.writers(2))
+    manager.save(2, {}, runs.writers(2))
+    with pytest.raises(SaveFailed, match="tmp_step_2 was not even begun"):
+        manager.finalize_pending()
+
+
+def test_the_thread_that_saves_touches_no_disk(memory_path: Path) -> None:
+    """Training waits for the capture, and for nothing that a slow disk could draw out."""
+    manager, seen = runs.manager(memory_path), list[str]()
+
+    def observer(operation: str, path: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            seen.append(f"{operation} {path}")
+
+    manager.start_attempt()
+    storage.observers.append(observer)
+    try:
+        manager.save(2, {"step": 2}, runs.writers(2))
+        manager.finalize_pending()
+    finally:
+        storage.observers.remove(observer)
+    assert seen == []
 
 
 def test_a_non_finite_weight_is_never_committed(memory_path: Path) -> None:
