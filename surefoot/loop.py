@@ -110,7 +110,7 @@ def _save_if_due(run: Run, final: bool = False) -> None:
 
 
 def _rescue(run: Run) -> list[str]:
-    """The live state is newer than what is on disk: save it elsewhere, if the user named a place. Says what happened."""
+    """The live state is newer than what is on disk: save it elsewhere, if the user named a place. Says how it went."""
     step = run.clock.step
     if step == 0:
         return []

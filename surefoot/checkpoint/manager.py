@@ -21,13 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel
 
 from surefoot.checkpoint import commit, directory, lineage, resume, storage
 from surefoot.checkpoint.background import Finalization
 from surefoot.checkpoint.directory import CheckpointInfo
 from surefoot.checkpoint.manifest import MANIFEST_FILE, Fingerprint, Manifest, encode_manifest, read_manifest
+from surefoot.checkpoint.plain import as_yaml, plain_json
 from surefoot.checkpoint.policy import SavePolicy
 from surefoot.checkpoint.processes import give_way
 from surefoot.checkpoint.reader import LocalReader
@@ -48,7 +48,7 @@ class _Draft:
     def __init__(self, folder: Path, step: int, training_info: Mapping[str, Any]) -> None:
         self.path = folder / f"tmp_step_{step}"
         self.step = step
-        self.training_info: dict[str, Any] = _plain(dict(training_info))
+        self.training_info: dict[str, Any] = plain_json(dict(training_info))
         self.sink = LocalSink(self.path)
         self.started_s = time.monotonic()
 
@@ -394,7 +394,10 @@ class CheckpointManager:
     def _begin(self, draft: _Draft, run_config: Any) -> None:
         """The temporary directory, with what is known from the start."""
         folder = draft.path.parent
-        folder.mkdir(parents=True, exist_ok=True)
+        if self._directory_lock is None or folder != self.checkpoint_dir:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not (folder / directory.LOCK).exists():
+            raise CheckpointError(f"{folder} was deleted or unmounted since the run began: it is not what was locked")
         if folder == self.checkpoint_dir and not (folder / lineage.ATTEMPT_FILE).exists():
             lineage.write_attempt(folder, self.attempt)
         if os.path.lexists(draft.path):
@@ -402,7 +405,7 @@ class CheckpointManager:
         storage.make_directory(draft.path)
         self._failed.discard(draft.path)
         draft.sink.json(directory.TRAINING_INFO_FILE, draft.training_info)
-        config = self._run_config_text if run_config is None else _as_yaml(run_config)
+        config = self._run_config_text if run_config is None else as_yaml(run_config)
         if config is not None:
             draft.sink.bytes(_CONFIG_FILE, config.encode())
 
@@ -536,7 +539,6 @@ class CheckpointManager:
 
     def _warn(self, path: Path, message: str) -> None:
         _log.warning("%s %s", path, message)
-        self._tell(SaveEvent("warning", commit.step_of(path.name) or 0, str(path), message=message))
 
     def _warn_once(self, step: int, path: Path, message: str) -> None:
         if (step, message) not in self._reported:
@@ -574,25 +576,6 @@ def _captured(parts: Mapping[str, Saveable]) -> dict[str, Writer]:
     for part in parts.values():
         part.settle()
     return {name: part.snapshot() for name, part in parts.items()}
-
-
-def _as_yaml(run_config: Mapping[str, Any] | BaseModel | str) -> str:
-    if isinstance(run_config, str):
-        return run_config
-    plain = run_config.model_dump(mode="json") if isinstance(run_config, BaseModel) else _plain(dict(run_config))
-    text: str = yaml.safe_dump(plain, sort_keys=False)
-    return text
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types: tensors, arrays and numpy scalars become numbers or lists of them, paths become text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value) if isinstance(value, Path) else value
 
 
 def _in_words(error: BaseException) -> str:

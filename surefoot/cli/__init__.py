@@ -38,6 +38,3 @@ def main() -> None:
     except SurefootError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.secho("interrupted before the run began; nothing was written", fg="red", err=True)
-        sys.exit(130)

@@ -68,6 +68,7 @@ def test_what_model_init_leaves_open_is_the_tokenizers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"model_type": ["llama"]}, "Transformers knows no"),
         ({"model_type": "lama"}, "no 'lama'; did you mean .*llama"),
         ({"hiden_size": 8}, "model_init.hiden_size: llama has no such setting; did you mean hidden_size"),
         ({"hidden_size": "wide"}, "model_init .*hidden_size"),
@@ -432,3 +433,11 @@ def test_devices() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ModelError, match="cuda was asked for"):
             models.resolve_device("cuda")
+
+
+def test_a_chat_template_that_is_no_text(tmp_path: Path) -> None:
+    folder = tiny.base_folder(tmp_path / "base")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for path, why in ((tmp_path / "binary", "not UTF-8"), (tmp_path, "directory"), (tmp_path / "none", "No such file")):
+        with pytest.raises(ModelError, match=why):
+            models.load_tokenizer(from_folder(folder, tokenizer={"chat_template": str(path)}))
