@@ -159,11 +159,17 @@ class _StrictLoader(yaml.SafeLoader):
         return value
 
 
-# Nothing here is a date: 2024-01-31 is a text like any other, such as a run_dir.
+# Nothing here is a date or a number to base 60: 2024-01-31 and 10:00:00:00 are texts, such as a run_dir or a duration.
 _StrictLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+for _kind_of_number in ("int", "float"):
+    _read = yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{_kind_of_number}"]
+    _StrictLoader.add_constructor(
+        f"tag:yaml.org,2002:{_kind_of_number}",
+        lambda loader, node, read=_read: node.value if ":" in node.value else read(loader, node),
+    )
 
 
 def _parse_yaml(text: str) -> Any:

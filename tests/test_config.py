@@ -221,6 +221,12 @@ def test_durations(text: str, seconds: int) -> None:
     assert parse_duration_s(text) == seconds
 
 
+@pytest.mark.parametrize("text", ["00:03:45:00", "10:00:00:00", "'10:00:00:00'"])
+def test_a_duration_needs_no_quotes(text: str) -> None:
+    config = parse_config(MINIMAL, [f"checkpointing.checkpoint_must_save_by={text}"])
+    assert config.checkpointing.checkpoint_must_save_by == text.strip("'")
+
+
 @pytest.mark.parametrize("text", ["3:30", "00:24:00:00", "00:00:60:00", "00:00:00:60", "1h", "-1:00:00:00"])
 def test_malformed_durations(text: str) -> None:
     assert "DD:HH:MM:SS" in refused(f"checkpointing.checkpoint_must_save_by='{text}'")
