@@ -164,12 +164,14 @@ _StrictLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-for _kind_of_number in ("int", "float"):
-    _read = yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{_kind_of_number}"]
-    _StrictLoader.add_constructor(
-        f"tag:yaml.org,2002:{_kind_of_number}",
-        lambda loader, node, read=_read: node.value if ":" in node.value else read(loader, node),
-    )
+
+
+def _number_to_base_10(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    return node.value if ":" in node.value else yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _StrictLoader.add_constructor(_tag, _number_to_base_10)
 
 
 def _parse_yaml(text: str) -> Any:
