@@ -6,9 +6,11 @@ start that fails leaves nothing behind.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +19,7 @@ from rich.console import Console
 
 from surefoot import run_dir as folders
 from surefoot.checkpoint import Arena, CheckpointManager, ResumePoint, check_fingerprints
-from surefoot.checkpoint.directory import scan
+from surefoot.checkpoint.directory import lock_all, scan
 from surefoot.checkpoint.storage import write_small_file
 from surefoot.config import RunConfig, parse_duration_s
 from surefoot.config_file import (
@@ -56,7 +58,9 @@ def start(config: RunConfig, *, overwrite: bool = False, console: Console | None
     config = _with_absolute_paths(config)
     manager, listeners = _manager(config)
     run_dir = Path(config.run_dir)
-    folders.claim(run_dir, manager.checkpoint_dir, overwrite=overwrite)
+    for old in folders.claim(run_dir, manager.checkpoint_dir, overwrite=overwrite):
+        with lock_all([old]):  # a run that is still going on keeps its folder
+            folders.move_aside(old)
     with _held(manager, run_dir):
         manager.open(resume=False)
         return _assemble(config, manager, listeners, ResumePoint(None), frozenset(), console)
@@ -82,11 +86,15 @@ def resume(
     """
     console = _ready(console)
     file = folders.require_run(run_dir)
-    config = _with_absolute_paths(load_config(file, [*overrides, f"run_dir={str(run_dir.absolute())!r}"]))
+    config = _with_absolute_paths(
+        load_config(file, [*overrides, f"run_dir={json.dumps(str(run_dir.absolute()), ensure_ascii=False)}"])
+    )
     manager, listeners = _manager(config)
     with _held(manager, run_dir):
         manager.open(resume=True)
         point = manager.choose_resume(checkpoint)
+        if point.reader is None:
+            folders.refuse_lost(run_dir, manager.checkpoint_dir)
         _tell(point, config)
         before = load_config(point.reader.local(folders.CONFIG_FILE) if point.reader else file)
         _check_changes(before, config, allow)
@@ -150,11 +158,14 @@ def _manager(config: RunConfig) -> tuple[CheckpointManager, Listeners]:
 
     text = config_as_yaml(config)
     manager = CheckpointManager(config.checkpointing, run_dir=config.run_dir, run_config_text=text, listener=tell)
+    if config.checkpointing.rescue_dir is not None:
+        folders.check_rescue_dir(Path(config.checkpointing.rescue_dir), Path(config.run_dir), manager.checkpoint_dir)
     return manager, listeners
 
 
 def _tokenizer(config: RunConfig, point: ResumePoint) -> Any:
     if point.reader is None:
+        models.check_folder(config.policy)
         return models.load_tokenizer(config.policy)
     return models.load_tokenizer_from_checkpoint(point.reader.under("policy"))
 
@@ -228,7 +239,11 @@ def _held(manager: CheckpointManager, run_dir: Path) -> Iterator[None]:
         yield
     except BaseException:
         manager.shutdown()
-        folders.give_back(run_dir, manager.checkpoint_dir)
+        for folder in (manager.checkpoint_dir, run_dir):
+            with suppress(CheckpointError):  # another start may have it by now, or have kept this one out
+                if folder.is_dir():
+                    with lock_all([folder]):
+                        folders.give_back(folder)
         raise
 
 
@@ -245,6 +260,9 @@ def _tell(point: ResumePoint, config: RunConfig) -> None:
             _log.warning("a newer state was rescued at %s: to go on from it, resume --from %s", info.path, info.path)
 
 
+_CHANGE_ROUNDING = ("policy.num_threads", "policy.device")
+
+
 def _check_changes(before: RunConfig, after: RunConfig, allow: frozenset[str]) -> None:
     changes = [change for change in config_changes(before, after) if change.path != "run_dir"]
     refused = [c for c in changes if not c.allowed and c.path not in allow]
@@ -256,17 +274,23 @@ def _check_changes(before: RunConfig, after: RunConfig, allow: frozenset[str]) -
         )
     for change in changes:
         _log.info("changed: %s: %r -> %r", change.path, change.before, change.after)
+        if change.path in _CHANGE_ROUNDING:
+            _log.warning("with another %s sums are rounded otherwise: the run goes on, not bit for bit", change.path)
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """A run can be resumed from another working directory. Only what exists here is a path; the rest is a hub name."""
+    """A run can be resumed from another working directory. Only what exists here is a path; the rest is a hub name.
+    `~` is the home directory, as everywhere."""
+
+    def full(path: str) -> str:
+        return str(Path(os.path.expanduser(path)).absolute())  # noqa: PTH111 (Path's raises for an unknown user)
 
     def absolute(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
         paths = {key: section[key] for key in keys if section.get(key) is not None}
-        return {**section, **{key: str(Path(p).absolute()) for key, p in paths.items() if Path(p).exists()}}
+        return {**section, **{key: full(p) for key, p in paths.items() if os.path.exists(full(p))}}  # noqa: PTH110
 
     values = config.model_dump(mode="json")
-    values["run_dir"] = str(Path(config.run_dir).absolute())
+    values["run_dir"] = full(config.run_dir)
     values["policy"] = absolute(values["policy"], "model_name")
     values["policy"]["tokenizer"] = absolute(values["policy"]["tokenizer"], "name")
     data, checkpointing = values["data"], values["checkpointing"]
@@ -274,7 +298,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     data["validation"] = {name: absolute(section, "path") for name, section in data["validation"].items()}
     for key in ("checkpoint_dir", "rescue_dir"):
         if checkpointing[key] is not None:
-            checkpointing[key] = str(Path(checkpointing[key]).absolute())
+            checkpointing[key] = full(checkpointing[key])
     return parse_config(values)
 
 

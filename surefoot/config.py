@@ -37,12 +37,18 @@ def _whole_from_number(value: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else value
 
 
+def _off_from_yaml(value: Any) -> Any:
+    """YAML 1.1 reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
 Real = Annotated[float, BeforeValidator(_finite)]
 PositiveReal = Annotated[float, BeforeValidator(_finite), Field(gt=0)]
 NonNegativeReal = Annotated[float, BeforeValidator(_finite), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_finite), Field(ge=0, lt=1)]
 PositiveInt = Annotated[int, BeforeValidator(_whole_from_number), Field(gt=0)]
 NonNegativeInt = Annotated[int, BeforeValidator(_whole_from_number), Field(ge=0)]
+Place = Annotated[str, Field(min_length=1)]  # a path or a hub name; an empty one would be the working directory
 
 
 class Section(BaseModel):
@@ -62,7 +68,7 @@ class TokenizerConfig(Section):
     """`name`: folder or hub name; default: the model's own. `chat_template`: default the tokenizer's own; else a path
     to a Jinja file, or the Jinja text itself."""
 
-    name: str | None = None
+    name: Place | None = None
     chat_template: str | None = None
 
 
@@ -88,6 +94,19 @@ class SchedulerConfig(Section):
     warmup_steps: NonNegativeInt = 0
     decay_steps: PositiveInt | None = None
     min_lr_ratio: Annotated[float, BeforeValidator(_finite), Field(ge=0, le=1)] = 0.0
+
+    @model_validator(mode="after")
+    def _decays_after_the_warm_up(self) -> SchedulerConfig:
+        if self.name == "constant" and (self.decay_steps is not None or self.min_lr_ratio):
+            raise ValueError(
+                "decay_steps and min_lr_ratio have no effect with name: constant; expected linear or cosine"
+            )
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps ({self.decay_steps}) must be above warmup_steps ({self.warmup_steps}): both count from "
+                "the run's start"
+            )
+        return self
 
 
 class LoraConfig(Section):
@@ -118,7 +137,7 @@ class EngineConfig(Section):
     `model_type`, for random weights drawn from the run's seed) is given.
     """
 
-    model_name: str | None = None
+    model_name: Place | None = None
     model_init: dict[str, Any] | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: PositiveInt = 32
@@ -131,7 +150,7 @@ class EngineConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    num_threads: PositiveInt | None = None
+    num_threads: Annotated[PositiveInt, Field(le=1024)] | None = None
 
     @model_validator(mode="after")
     def _one_model_and_whole_batches(self) -> EngineConfig:
@@ -165,7 +184,7 @@ class DatasetConfig(Section):
         on_bad_row: "error" stops before training and lists the rows; "skip" leaves them out and counts them.
     """
 
-    path: str
+    path: Place
     split: str | None = None
     format: Literal["auto", "jsonl", "json", "parquet", "folder", "hub"] = "auto"
     columns: dict[str, str] = {}
@@ -199,7 +218,16 @@ class DataConfig(Section):
     ranking: Literal["best_worst", "all_pairs"] = "best_worst"
     shuffle: bool = True
     drop_last: bool = False
-    num_workers: NonNegativeInt = 0
+    num_workers: Annotated[NonNegativeInt, Field(le=256)] = 0
+
+    @model_validator(mode="after")
+    def _plain_names(self) -> DataConfig:
+        for name in self.validation:
+            if not re.fullmatch(r"[^\s/:]+", name):
+                raise ValueError(
+                    f"validation: expected a set's name without spaces, slashes and colons, found {name!r}"
+                )
+        return self
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints, views
@@ -221,7 +249,7 @@ class CheckpointingConfig(Section):
     """
 
     enabled: bool = True
-    checkpoint_dir: str | None = None
+    checkpoint_dir: Place | None = None
     save_period: PositiveInt = 100
     keep_top_k: PositiveInt | None = None
     metric_name: str | None = None
@@ -231,7 +259,7 @@ class CheckpointingConfig(Section):
     checkpoint_must_save_by: str | None = None
     save_optimizer: bool = True
     is_async: bool = True
-    rescue_dir: str | None = None
+    rescue_dir: Place | None = None
 
     @model_validator(mode="after")
     def _names_and_times(self) -> CheckpointingConfig:
@@ -268,7 +296,7 @@ class LoggerConfig(Section):
         log_period: steps between plain lines.
     """
 
-    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    progress: Annotated[Literal["auto", "live", "plain", "off"], BeforeValidator(_off_from_yaml)] = "auto"
     log_period: PositiveInt = 1
     tensorboard: bool = True
     wandb: bool = False
@@ -283,7 +311,7 @@ class RunConfig(Section):
     """A whole run. The algorithm's own section, named by the algorithm, is added by `load_config`."""
 
     algorithm: str
-    run_dir: str
+    run_dir: Place
     seed: NonNegativeInt = 42
     max_num_steps: PositiveInt | None = None
     max_num_epochs: PositiveInt | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def load_algorithm(name: str) -> type[Algorithm]:
 
 def _import_algorithm_module(name: str) -> ModuleType:
     known = algorithm_names()
-    if "." not in name and name not in known:
+    if name not in known and not ("." in name and all(part.isidentifier() for part in name.split("."))):
         raise ConfigError(
             f"algorithm: expected {', '.join(known)} or a dotted module name, found {name!r}{_hint(name, known)}"
         )
@@ -150,6 +151,42 @@ class _StrictLoader(yaml.SafeLoader):
             seen[key] = line
         return super().construct_mapping(node, deep=deep)
 
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
+            line = node.start_mark.line + 1
+            raise ConfigError(f"line {line}: expected text, found {value!r}: it holds what no file or path can hold")
+        return value
+
+
+# Nothing here is a date or a number to base 60: 2024-01-31 and 10:00:00:00 are texts, such as a run_dir or a duration.
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _number_to_base_10(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    return node.value if ":" in node.value else yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _StrictLoader.add_constructor(_tag, _number_to_base_10)
+
+
+def _parse_yaml(text: str) -> Any:
+    """Raises `ConfigError` with the reason alone."""
+    try:
+        value = yaml.load(text, _StrictLoader)
+        json.dumps(value, default=str)  # refuses a value that holds itself
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError("it is nested too deeply") from None
+    except Exception as error:  # a scalar with a tag that does not fit makes the library raise almost anything
+        raise ConfigError(f"it is not valid YAML: {error}") from None
+    return value
+
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping. Raises `ConfigError` where the file is missing, is not YAML or not a mapping."""
@@ -161,11 +198,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from None
     try:
-        values = yaml.load(text, _StrictLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        values = _parse_yaml(text)
     except ConfigError as error:
-        raise ConfigError(f"{path}, {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {_kind(values)}")
     return values
@@ -176,9 +211,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"override {override!r}: expected dotted.key=value, such as policy.optimizer.lr=2e-5")
     try:
-        value = yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, ConfigError) as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
+        value = _parse_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"override {override!r}: the value cannot be read: {error}") from None
     *parents, last = key.split(".")
     for parent in parents:
         nested = values.get(parent)

@@ -40,7 +40,8 @@ def train(run: Run) -> Outcome:
             except StopRequested as stop:
                 outcome = Outcome(0, stop.reason, stop.exit_code)
             if clock.step == started and outcome.exit_code == 0:
-                raise NothingTrained(f"no training step was done: {outcome.reason}")
+                where = f"the run is at step {clock.step}; raise that limit to go on"
+                raise NothingTrained(f"no training step was done: {outcome.reason}, {where}")
             if clock.step > started:
                 _save_if_due(run, final=True)
     except StorageFailed as failure:
@@ -56,7 +57,7 @@ def _turn(run: Run, poll: Poll) -> str:
     clock, kit, algorithm, phase = run.clock, run.kit, run.algorithm, run.report.phase
     live = _publish(run)
     _validate_if_due(run, poll)
-    while clock.step != run.limits.max_num_steps:
+    while run.limits.max_num_steps is None or clock.step < run.limits.max_num_steps:
         poll()
         run.stop.check_deadline()
         with phase("data"):
@@ -109,7 +110,7 @@ def _save_if_due(run: Run, final: bool = False) -> None:
 
 
 def _rescue(run: Run) -> list[str]:
-    """The live state is newer than what is on disk: save it elsewhere, if the user named a place. Says what happened."""
+    """The live state is newer than what is on disk: save it elsewhere, if the user named a place. Says how it went."""
     step = run.clock.step
     if step == 0:
         return []

@@ -166,7 +166,7 @@ class Stager(Protocol):
 class SaveEvent:
     """What the checkpoint manager tells the reports. May come from the background thread."""
 
-    kind: Literal["writing", "finished", "failed", "pruned", "warning"]
+    kind: Literal["writing", "finished", "failed", "pruned"]
     step: int
     path: str
     seconds: float = 0.0

@@ -101,6 +101,23 @@ def test_wrong_types_and_impossible_values_name_path_and_value(override: str, fo
     assert f"found {found}" in message
 
 
+def test_a_bare_off_is_the_word_although_yaml_reads_false() -> None:
+    assert parse_config(MINIMAL, ["logger.progress=off"]).logger.progress == "off"
+    assert "found True" in refused("logger.progress=on")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["decay_steps=5"], "no effect with name: constant"),
+        (["min_lr_ratio=0.1"], "no effect with name: constant"),
+        (["name=cosine", "decay_steps=5", "warmup_steps=5"], "decay_steps (5) must be above warmup_steps (5)"),
+    ],
+)
+def test_a_schedule_that_cannot_be_meant(overrides: list[str], words: str) -> None:
+    assert words in refused(*(f"policy.scheduler.{override}" for override in overrides))
+
+
 def test_batch_sizes_that_do_not_divide_are_named_with_their_numbers() -> None:
     message = refused("policy.train_global_batch_size=6", "policy.train_micro_batch_size=4")
     assert "train_global_batch_size (6) must be a multiple of train_micro_batch_size (4)" in message
@@ -151,6 +168,13 @@ def test_algorithm_missing_or_of_a_wrong_type() -> None:
         ("a: [1\n", "is not valid YAML"),
         ("1: x\n", "keys are names, found 1"),
         ("a: !!python/object/apply:os.system ['true']\n", "is not valid YAML"),
+        ("a: !!int x\n", "is not valid YAML"),
+        ("a: !!bool x\n", "is not valid YAML"),
+        ("a: !!timestamp x\n", "is not valid YAML"),
+        ("a: &a\n  b: *a\n", "is not valid YAML"),
+        ("[" * 5000, "nested too deeply"),
+        ('a: "x\\0y"\n', "line 1: expected text"),
+        ('a:\n  b: "x\\ud800"\n', "line 2: expected text"),
     ],
 )
 def test_yaml_faults(tmp_path: Path, text: str, expected: str) -> None:
@@ -197,6 +221,12 @@ def test_durations(text: str, seconds: int) -> None:
     assert parse_duration_s(text) == seconds
 
 
+@pytest.mark.parametrize("text", ["00:03:45:00", "10:00:00:00", "'10:00:00:00'"])
+def test_a_duration_needs_no_quotes(text: str) -> None:
+    config = parse_config(MINIMAL, [f"checkpointing.checkpoint_must_save_by={text}"])
+    assert config.checkpointing.checkpoint_must_save_by == text.strip("'")
+
+
 @pytest.mark.parametrize("text", ["3:30", "00:24:00:00", "00:00:60:00", "00:00:00:60", "1h", "-1:00:00:00"])
 def test_malformed_durations(text: str) -> None:
     assert "DD:HH:MM:SS" in refused(f"checkpointing.checkpoint_must_save_by='{text}'")
@@ -232,3 +262,25 @@ def test_changes_say_what_a_resume_may_change() -> None:
     allowed = {change.path: change.allowed for change in config_changes(before, after)}
     assert {p for p, ok in allowed.items() if not ok} == {"policy.optimizer.lr"}
     assert {"max_num_steps", "logger.tensorboard", "data.validation.v.path"} <= set(allowed)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run_dir=''", "run_dir: string should have at least 1 character"),
+        ("data.train.path=''", "data.train.path: string"),
+        ("policy.num_threads=1e30", "less than or equal to 1024"),
+        ("data.num_workers=1e30", "less than or equal to 256"),
+        ("data.validation={'': {path: x}}", "expected a set's name without spaces"),
+        ("data.validation={a/b: {path: x}}", "found 'a/b'"),
+        ("algorithm=.sft", "expected sft or a dotted module name"),
+        ("algorithm=..", "expected sft or a dotted module name"),
+    ],
+)
+def test_values_that_would_mean_something_else(override: str, expected: str) -> None:
+    assert expected in refused(override)
+
+
+def test_a_date_is_a_text() -> None:
+    assert parse_config(MINIMAL, ["run_dir=2024-01-31"]).run_dir == "2024-01-31"
+    assert parse_config(MINIMAL, ["run_dir=2024-99-99"]).run_dir == "2024-99-99"

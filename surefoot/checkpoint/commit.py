@@ -13,8 +13,8 @@ from surefoot.errors import CheckpointError
 
 TRASH = ".trash"
 _SWAP = ".swap_"  # where the old one waits while a file system that cannot exchange two names swaps them
-_STEP = re.compile(r"step_(\d+)")
-_SWAPPED = re.compile(re.escape(_SWAP) + r"(step_\d+)")
+_STEP = re.compile(r"step_([0-9]+)")
+_SWAPPED = re.compile(re.escape(_SWAP) + r"(step_[0-9]+)")
 
 _TRASHED = re.compile(rf"(tmp_|{re.escape(_SWAP)})?step_\d+\.\d+")
 

@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -37,6 +38,16 @@ class DirectoryLock:
     _held: ClassVar[weakref.WeakSet[DirectoryLock]] = weakref.WeakSet()
 
     def __init__(self, directory: Path) -> None:
+        self._acquire(directory)
+        while not self._is_in_place(directory):
+            self.release()
+            self._acquire(directory)
+        with suppress(OSError):  # the lock is held all the same; whoever writes next will see
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        DirectoryLock._held.add(self)
+
+    def _acquire(self, directory: Path) -> None:
         path = directory / LOCK
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -53,13 +64,13 @@ class DirectoryLock:
             raise CheckpointError(
                 f"{directory} is in use by another run (pid {holder}). Wait for it to end, or choose another directory."
             ) from None
+
+    def _is_in_place(self, directory: Path) -> bool:
+        """Between opening and locking, a start that failed may have removed the file, and another one made it anew."""
         try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:
-            self.release()
-            raise _unusable(directory, error) from error
-        DirectoryLock._held.add(self)
+            return os.path.samestat(os.fstat(self._descriptor), os.lstat(directory / LOCK))
+        except OSError:
+            return False
 
     def release(self) -> None:
         if self._descriptor >= 0:
@@ -76,6 +87,14 @@ class DirectoryLock:
         for lock in cls._held:
             if lock._descriptor >= 0:
                 lock._close()
+
+
+def lock_all(directories: Iterable[Path]) -> ExitStack:
+    """The locks of all directories, until what is returned is closed; or of none. Raises as `DirectoryLock` does."""
+    with ExitStack() as locks:
+        for directory in directories:
+            locks.callback(DirectoryLock(directory).release)
+        return locks.pop_all()
 
 
 os.register_at_fork(after_in_child=DirectoryLock._forget_in_child)
@@ -101,7 +120,7 @@ def prove_usable(directory: Path) -> None:
 def _unusable(directory: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"checkpoints cannot be written to {directory}: {error.strerror or error}. "
-        f"Set checkpointing.checkpoint_dir to a directory that this user may write to."
+        f"Set run_dir and checkpointing.checkpoint_dir to directories that this user may write to."
     )
 
 
@@ -175,11 +194,13 @@ def inspect_checkpoint(path: Path, step: int) -> CheckpointInfo:
 
 
 def scan(directory: Path) -> list[CheckpointInfo]:
-    """Every `step_<digits>` in the directory, by step, without regard to lineage."""
+    """Every `step_<digits>` in the directory, by step, without regard to lineage. What a run prunes meanwhile is left
+    out."""
     if not directory.is_dir():
         return []
     steps = [(step_of(path.name), path) for path in directory.iterdir()]
-    return [inspect_checkpoint(path, step) for step, path in sorted((s, p) for s, p in steps if s is not None)]
+    found = [inspect_checkpoint(path, step) for step, path in sorted((s, p) for s, p in steps if s is not None)]
+    return [info for info in found if info.state != "broken" or os.path.lexists(info.path)]
 
 
 def in_line(found: Sequence[CheckpointInfo], attempt: Attempt) -> list[CheckpointInfo]:
@@ -202,6 +223,15 @@ def stale_temporaries(directory: Path) -> list[Path]:
     """What saves that failed or were cut short left for inspection."""
     names = (path for path in directory.iterdir() if path.name.startswith(TMP_PREFIX))
     return sorted(path for path in names if step_of(path.name.removeprefix(TMP_PREFIX)) is not None)
+
+
+def last_saved(directory: Path) -> int | None:
+    """The step that the status file names; `None` where there is no such file or it says nothing."""
+    try:
+        step = json.loads((directory / STATUS_FILE).read_bytes())["step"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def write_status(directory: Path, final: Path, manifest: Manifest, metrics: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from surefoot.checkpoint import storage
 from surefoot.checkpoint.reader import LocalReader
 from surefoot.checkpoint.sink import LocalSink
 from surefoot.checkpoint.verify import open_verified
-from surefoot.errors import CheckpointError, CorruptCheckpoint
+from surefoot.errors import CheckpointError, CorruptCheckpoint, NonFiniteError
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -106,7 +106,11 @@ def _new_folder(target: Path) -> Iterator[LocalSink]:
 def _export_file(reader: LocalReader, sink: LocalSink, name: str, dtype: torch.dtype | None) -> None:
     if dtype is not None and name.endswith(".safetensors"):
         tensors = reader.tensors(name)
-        sink.tensors(name, {key: t.to(dtype) if t.is_floating_point() else t for key, t in tensors.items()})
+        try:
+            sink.tensors(name, {key: t.to(dtype) if t.is_floating_point() else t for key, t in tensors.items()})
+        except NonFiniteError as error:
+            kind = str(dtype).removeprefix("torch.")
+            raise NonFiniteError(f"some weights are too large for {kind}: as {kind}, {error}. Take float32") from error
     elif dtype is not None and name == "config.json":
         sink.json(name, _with_dtype(reader.json(name), str(dtype).removeprefix("torch.")))
     elif dtype is not None and name.endswith(".safetensors.index.json"):

@@ -16,17 +16,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel
 
 from surefoot.checkpoint import commit, directory, lineage, resume, storage
 from surefoot.checkpoint.background import Finalization
 from surefoot.checkpoint.directory import CheckpointInfo
 from surefoot.checkpoint.manifest import MANIFEST_FILE, Fingerprint, Manifest, encode_manifest, read_manifest
+from surefoot.checkpoint.plain import as_yaml, plain_json
 from surefoot.checkpoint.policy import SavePolicy
 from surefoot.checkpoint.processes import give_way
 from surefoot.checkpoint.reader import LocalReader
@@ -44,11 +45,11 @@ _CONFIG_FILE = "config.yaml"
 class _Draft:
     """A checkpoint being made: where it is written, and what went through its sink."""
 
-    def __init__(self, path: Path, step: int, training_info: dict[str, Any]) -> None:
-        self.path = path
+    def __init__(self, folder: Path, step: int, training_info: Mapping[str, Any]) -> None:
+        self.path = folder / f"tmp_step_{step}"
         self.step = step
-        self.training_info = training_info
-        self.sink = LocalSink(path)
+        self.training_info: dict[str, Any] = plain_json(dict(training_info))
+        self.sink = LocalSink(self.path)
         self.started_s = time.monotonic()
 
     @property
@@ -81,6 +82,7 @@ class CheckpointManager:
     ) -> None:
         self.config = _as_config(config)
         self.checkpoint_dir = _directory_of(self.config, run_dir)
+        self._folders = dict.fromkeys([*([] if run_dir is None else [Path(run_dir)]), self.checkpoint_dir])
         self.policy = SavePolicy(self.config.save_period, self.config.ft_save_period)
         self.retention = Retention(
             self.config.save_period,
@@ -93,7 +95,7 @@ class CheckpointManager:
         self.save_lock = threading.Lock()
         self._run_config_text = run_config_text
         self._listener = listener
-        self._directory_lock: directory.DirectoryLock | None = None
+        self._directory_lock: ExitStack | None = None
         self._attempt: lineage.Attempt | None = None
         self._attempt_notes: tuple[str, ...] = ()
         self._drafts: dict[Path, _Draft] = {}
@@ -109,7 +111,7 @@ class CheckpointManager:
     # ------------------------------------------------------------------------------------------- a run takes hold
 
     def open(self, resume: bool, *, state_bytes: int = 0, num_saves: int | None = None) -> None:
-        """Lock the directory, prove that it can be used, and clean up what a crash left.
+        """Lock the directory and the run's, prove that it can be used, and clean up what a crash left.
 
         Args:
             resume: go on with the run that is there; else nothing may be there.
@@ -119,7 +121,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: another run uses it, it holds something, it cannot be written to, or it is too small.
         """
-        self._directory_lock = self._directory_lock or directory.DirectoryLock(self.checkpoint_dir)
+        self._directory_lock = self._directory_lock or directory.lock_all(self._folders)
         try:
             directory.prove_usable(self.checkpoint_dir)
             if not resume:
@@ -195,7 +197,7 @@ class CheckpointManager:
         Waits for the save before, settles and captures all parts, and returns while they are written.
 
         Raises:
-            SaveFailed: the save before this one failed, or this one did before it got to the background.
+            SaveFailed: the save before this one failed, or with `is_async: false` this one.
         """
         if not self.config.enabled or not (final or self.policy.due(step)):
             return
@@ -216,8 +218,8 @@ class CheckpointManager:
             lock = directory.DirectoryLock(folder)
             try:
                 writers = _captured(parts)
-                draft = self._new_draft(folder, step, training_info, None)
-                _write_parts(draft.sink, writers)
+                draft = _Draft(folder, step, training_info)
+                self._write(draft, writers)
                 self._complete_draft(draft)
             finally:
                 lock.release()
@@ -227,15 +229,9 @@ class CheckpointManager:
         """Start a save whose parts are written by `writers`, each in its own folder; returns while they run, or with
         `is_async: false` when they are done."""
         self.finalize_pending()
-        path = self.checkpoint_dir / f"tmp_step_{step}"
-        try:
-            self.init_tmp_checkpoint(step, training_info)
-        except (OSError, CheckpointError) as error:
-            self._tell(SaveEvent("failed", step, str(path), message=_in_words(error)))
-            raise self._failure("Checkpoint save failed before it began", step, path, error) from error
-        sink = self.sink(path)
-        run = self.begin_finalization if self.config.is_async else self.finalize_checkpoint
-        run(path, lambda: _write_parts(sink, writers))
+        draft = _Draft(self.checkpoint_dir, step, training_info)
+        run = self._finalize_later if self.config.is_async else self._finalize_now
+        run(draft, lambda: self._write(draft, writers))
 
     def init_tmp_checkpoint(
         self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | BaseModel | None = None
@@ -243,12 +239,9 @@ class CheckpointManager:
         """A fresh `tmp_step_N` with `training_info.json` and `config.yaml`; a stale one goes to the trash."""
         if self._work is not None and self._work.step == step:
             self.finalize_pending()
-        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        if not (self.checkpoint_dir / lineage.ATTEMPT_FILE).exists():
-            lineage.write_attempt(self.checkpoint_dir, self.attempt)
-        draft = self._new_draft(self.checkpoint_dir, step, training_info, run_config)
+        draft = _Draft(self.checkpoint_dir, step, training_info)
+        self._begin(draft, run_config)
         self._drafts[draft.path] = draft
-        self._failed.discard(draft.path)
         return draft.path
 
     def sink(self, path: str | Path) -> LocalSink:
@@ -263,14 +256,7 @@ class CheckpointManager:
             SaveFailed: the finalization before this one, waited for first, failed.
         """
         self.finalize_pending()
-        draft = self._draft(path)
-
-        def work() -> None:
-            give_way()
-            self._finalize(draft, wait_fn)
-            self._prune_later()
-
-        self._work = Finalization(draft.path, draft.step, work)
+        self._finalize_later(self._draft(path), wait_fn)
 
     def finalize_checkpoint(self, path: str | Path, wait_fn: Callable[[], None] | None = None) -> None:
         """The same, synchronously, pruning included.
@@ -279,14 +265,7 @@ class CheckpointManager:
             SaveFailed: from what went wrong.
         """
         self.finalize_pending()
-        draft = self._draft(path)
-        try:
-            self._finalize(draft, wait_fn)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            raise self._failure("Checkpoint finalization failed", draft.step, draft.path, error) from error
-        self._prune_and_warn()
+        self._finalize_now(self._draft(path), wait_fn)
 
     def raise_if_finalization_failed(self) -> None:
         """Raise a failure that has been recorded, once. Never waits for a save that is still running.
@@ -406,17 +385,29 @@ class CheckpointManager:
 
     # ----------------------------------------------------------------------------------------------- internals
 
-    def _new_draft(self, folder: Path, step: int, training_info: Mapping[str, Any], run_config: Any) -> _Draft:
-        path = folder / f"tmp_step_{step}"
-        if path.is_symlink() or path.exists():
-            commit.to_trash(path)
-        storage.make_directory(path)
-        draft = _Draft(path, step, _plain(dict(training_info)))
+    def _write(self, draft: _Draft, writers: Mapping[str, Writer]) -> None:
+        """All of it where the writers run: making and syncing even small files may take long."""
+        self._begin(draft, None)
+        for name, writer in writers.items():
+            writer(draft.sink.under(name))
+
+    def _begin(self, draft: _Draft, run_config: Any) -> None:
+        """The temporary directory, with what is known from the start."""
+        folder = draft.path.parent
+        if self._directory_lock is None or folder != self.checkpoint_dir:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not (folder / directory.LOCK).exists():
+            raise CheckpointError(f"{folder} was deleted or unmounted since the run began: it is not what was locked")
+        if folder == self.checkpoint_dir and not (folder / lineage.ATTEMPT_FILE).exists():
+            lineage.write_attempt(folder, self.attempt)
+        if os.path.lexists(draft.path):
+            commit.to_trash(draft.path)
+        storage.make_directory(draft.path)
+        self._failed.discard(draft.path)
         draft.sink.json(directory.TRAINING_INFO_FILE, draft.training_info)
-        config = self._run_config_text if run_config is None else _as_yaml(run_config)
+        config = self._run_config_text if run_config is None else as_yaml(run_config)
         if config is not None:
             draft.sink.bytes(_CONFIG_FILE, config.encode())
-        return draft
 
     def _draft(self, path: str | Path) -> _Draft:
         given = Path(path).absolute()
@@ -425,7 +416,24 @@ class CheckpointManager:
             raise CheckpointError(f"{given} is no tmp_step_<N> in {self.checkpoint_dir}; init_tmp_checkpoint makes one")
         if given in self._failed:
             raise CheckpointError(f"{given} is what a failed save left; init_tmp_checkpoint starts a new one")
-        return self._drafts.setdefault(given, _Draft(given, step, {}))
+        return self._drafts.setdefault(given, _Draft(given.parent, step, {}))
+
+    def _finalize_later(self, draft: _Draft, wait_fn: Callable[[], None] | None) -> None:
+        def work() -> None:
+            give_way()
+            self._finalize(draft, wait_fn)
+            self._prune_later()
+
+        self._work = Finalization(draft.path, draft.step, work)
+
+    def _finalize_now(self, draft: _Draft, wait_fn: Callable[[], None] | None) -> None:
+        try:
+            self._finalize(draft, wait_fn)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise self._failure("Checkpoint finalization failed", draft.step, draft.path, error) from error
+        self._prune_and_warn()
 
     def _finalize(self, draft: _Draft, wait_fn: Callable[[], None] | None) -> None:
         self._tell(SaveEvent("writing", draft.step, str(draft.path)))
@@ -514,23 +522,23 @@ class CheckpointManager:
 
     def _failure(self, headline: str, step: int, path: Path, error: BaseException) -> SaveFailed:
         try:
-            latest = self.get_latest_checkpoint_path()
-            safe = str(latest) if latest else "none"
+            safe, committed = str(self.get_latest_checkpoint_path() or "none"), self._is_saved(step)
         except Exception as problem:
-            safe = f"unknown, {self.checkpoint_dir} cannot be read ({problem})"
+            safe, committed = f"unknown, {self.checkpoint_dir} cannot be read ({problem})", False
         final = path.with_name(f"step_{step}")
         if step in self._unsure:
             left, state = final, "has its name but may not survive a power cut; the next start verifies it"
         elif path.exists():
             left, state = path, "is not committed; it stays for inspection until that step is saved again"
+        elif committed:
+            left, state = final, "is committed, what comes after failed"
         else:
-            left, state = path, "is committed, what comes after failed" if final.exists() else "was not even begun"
+            left, state = path, "was not even begun"
         message = f"{headline} at step {step}: {_in_words(error)}\n{left} {state}. Newest safe checkpoint: {safe}."
         return SaveFailed(message, step=step, path=str(left))
 
     def _warn(self, path: Path, message: str) -> None:
         _log.warning("%s %s", path, message)
-        self._tell(SaveEvent("warning", commit.step_of(path.name) or 0, str(path), message=message))
 
     def _warn_once(self, step: int, path: Path, message: str) -> None:
         if (step, message) not in self._reported:
@@ -547,7 +555,7 @@ class CheckpointManager:
     def _unlock(self) -> None:
         lock, self._directory_lock = self._directory_lock, None
         if lock is not None:
-            lock.release()
+            lock.close()
 
 
 def _as_config(config: CheckpointingConfig | Mapping[str, Any]) -> CheckpointingConfig:
@@ -568,30 +576,6 @@ def _captured(parts: Mapping[str, Saveable]) -> dict[str, Writer]:
     for part in parts.values():
         part.settle()
     return {name: part.snapshot() for name, part in parts.items()}
-
-
-def _write_parts(sink: LocalSink, writers: Mapping[str, Writer]) -> None:
-    for name, writer in writers.items():
-        writer(sink.under(name))
-
-
-def _as_yaml(run_config: Mapping[str, Any] | BaseModel | str) -> str:
-    if isinstance(run_config, str):
-        return run_config
-    plain = run_config.model_dump(mode="json") if isinstance(run_config, BaseModel) else _plain(dict(run_config))
-    text: str = yaml.safe_dump(plain, sort_keys=False)
-    return text
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types: tensors, arrays and numpy scalars become numbers or lists of them, paths become text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value) if isinstance(value, Path) else value
 
 
 def _in_words(error: BaseException) -> str:

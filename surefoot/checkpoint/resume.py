@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from surefoot.checkpoint.directory import CheckpointInfo
+from surefoot.checkpoint.directory import STATUS_FILE, CheckpointInfo, last_saved
 from surefoot.checkpoint.lineage import Attempt
 from surefoot.checkpoint.reader import LocalReader
 from surefoot.checkpoint.verify import open_verified
@@ -41,7 +41,7 @@ def newest_sound(directory: Path, found: Sequence[CheckpointInfo], attempt: Atte
         CorruptCheckpoint: there are checkpoints, and not one of them is sound.
     """
     skipped: list[tuple[Path, str]] = []
-    for path, checksum, reason in _by_age(found, attempt):
+    for path, checksum, reason in _by_age(found, attempt, _gone(directory, found)):
         try:
             if reason:
                 raise CorruptCheckpoint(reason)
@@ -58,11 +58,22 @@ def newest_sound(directory: Path, found: Sequence[CheckpointInfo], attempt: Atte
     return ResumePoint(None)
 
 
-def _by_age(found: Sequence[CheckpointInfo], attempt: Attempt) -> Iterator[tuple[Path, str | None, str]]:
+def _gone(directory: Path, found: Sequence[CheckpointInfo]) -> list[tuple[int, Path]]:
+    step = last_saved(directory)
+    if step is None or any(info.step == step for info in found):
+        return []
+    return [(step, directory / f"step_{step}")]
+
+
+def _by_age(
+    found: Sequence[CheckpointInfo], attempt: Attempt, gone: Sequence[tuple[int, Path]]
+) -> Iterator[tuple[Path, str | None, str]]:
     """Path, expected manifest checksum if one is on record, and what is known to be wrong; newest step first."""
     candidates: list[tuple[int, int, Path, str | None, str]] = [
         (info.step, 1, info.path, None, info.reason) for info in found if info.state != "left_behind"
     ]
+    lost = f"{STATUS_FILE} says that it was saved, and it is not there any more"
+    candidates += [(step, 1, path, None, lost) for step, path in gone]
     candidates += [
         (entry.from_step, 0, Path(entry.origin), entry.checksum, "") for entry in attempt.lineage if entry.origin
     ]

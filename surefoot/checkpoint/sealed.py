@@ -32,6 +32,8 @@ def unseal(data: bytes) -> dict[str, Any]:
     rest = {key: value for key, value in body.items() if key != "checksum"}
     if data != seal(rest):
         raise ValueError("its own checksum does not match")
+    if b"\\ud" in data:
+        json.dumps(rest, ensure_ascii=False).encode()  # half a surrogate pair is no text, and no file's name
     return body
 
 

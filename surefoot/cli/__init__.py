@@ -38,6 +38,6 @@ def main() -> None:
     except SurefootError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.secho("interrupted before the run began; nothing was written", fg="red", err=True)
-        sys.exit(130)
+    except OSError as error:  # a path that cannot be, no permission, a full disk under the output: it names the file
+        typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(1)

@@ -54,7 +54,8 @@ def verify(folder: Path = FOLDER, as_json: bool = AS_JSON) -> None:
     paths = [folder] if (folder / "manifest.json").exists() else [i.path for i in _manager(folder).list_checkpoints()]
     if not paths:
         raise CheckpointError(f"{folder} holds no checkpoint to verify")
-    results = [verify_checkpoint(path) for path in paths]
+    checked = [verify_checkpoint(path) for path in paths]
+    results = [result for result in checked if result.sound or result.path.exists()]  # else a run pruned it meanwhile
     if as_json:
         _print_json([{**dataclasses.asdict(result), "path": str(result.path)} for result in results])
     else:
@@ -175,24 +176,33 @@ def _merged(checkpoint: LocalReader, part: str) -> tuple[Mapping[str, bytes], Ma
 
 def _manager(folder: Path) -> CheckpointManager:
     """A manager of the folder's checkpoints, with the rules of the run that made them."""
+    from pydantic import ValidationError
+
     from surefoot.checkpoint import CheckpointManager
     from surefoot.config import CheckpointingConfig
     from surefoot.config_file import read_yaml
-    from surefoot.errors import CheckpointError
+    from surefoot.errors import CheckpointError, ConfigError
 
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
     config: dict[str, Any] = {}
     for file in (folder / "config.yaml", folder.parent / "config.yaml"):
         if file.is_file():
-            config = read_yaml(file).get("checkpointing") or {}
+            section = read_yaml(file).get("checkpointing") or {}
+            if not isinstance(section, dict):
+                raise ConfigError(f"{file}: checkpointing: expected a mapping of keys to values, found {section!r}")
+            config = section
             break
     if (folder / "config.yaml").is_file() and not (folder / "manifest.json").exists():
         folder = Path(config.get("checkpoint_dir") or folder / "checkpoints")
     elif (folder / "manifest.json").exists():
         folder = folder.parent
     known = {key: value for key, value in config.items() if key in CheckpointingConfig.model_fields}
-    return CheckpointManager({**known, "checkpoint_dir": str(folder)})
+    try:
+        return CheckpointManager({**known, "checkpoint_dir": str(folder)})
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise ConfigError(f"{file}: checkpointing: {faults}") from None
 
 
 def _info_as_json(info: CheckpointInfo) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -18,9 +20,11 @@ def train(
     from surefoot.config_file import load_config
 
     loaded = load_config(config, overrides or ())
-    from surefoot import build  # after the configuration is known to be right: this import is heavy
+    with _before_it_begins():
+        from surefoot import build  # after the configuration is known to be right: this import is heavy
 
-    _turn(build.start(loaded, overwrite=overwrite))
+        run = build.start(loaded, overwrite=overwrite)
+    _turn(run)
 
 
 def resume(
@@ -32,9 +36,21 @@ def resume(
     ),
 ) -> None:
     """Continue a run from its newest checkpoint that verifies."""
-    from surefoot import build
+    with _before_it_begins():
+        from surefoot import build
 
-    _turn(build.resume(run_dir, overrides or (), checkpoint=from_, allow=frozenset(allow)))
+        run = build.resume(run_dir, overrides or (), checkpoint=from_, allow=frozenset(allow))
+    _turn(run)
+
+
+@contextmanager
+def _before_it_begins() -> Iterator[None]:
+    """Ctrl-C while a run is being prepared is said here: typer would end the process without a word."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.secho("interrupted before the run began; nothing was trained or saved", fg="red", err=True)
+        raise typer.Exit(130) from None
 
 
 def _turn(run: object) -> None:

@@ -29,8 +29,8 @@ def read(config: DatasetConfig) -> tuple[Iterator[tuple[str, Any]], int]:
         DataError: there is no such file, or it is not in the format it should be in. Some of this shows only while the
             rows are read.
     """
-    name = config.format if config.format != "auto" else _format(config.path)
     try:
+        name = config.format if config.format != "auto" else _format(config.path)
         if name in ("folder", "hub"):
             total, values = _datasets(config, name)
         else:

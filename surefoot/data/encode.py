@@ -120,6 +120,8 @@ class Encoder:
 
     def _chat_text(self, text: str, spans: list[Span]) -> Tokens:
         """The mask from real token edges: the ids of the text up to each edge must be the beginning of its ids."""
+        if not text:
+            return [], []
         edges = sorted({0, len(text), *(edge for span in spans for edge in span)})
         ids = self._ids(text)
         beginnings = [[], *(self._ids(text[:edge]) for edge in edges[1:-1]), ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -102,7 +103,7 @@ def train_both(config: Path, straight: WatchedRun, killed: WatchedRun, view: Dem
             stack.enter_context(view.live)
         stack.callback(stop_all, runs)
         for run in runs:
-            _start(view, run, "train", str(config), f"run_dir={run.run_dir}")
+            _start(view, run, "train", str(config), f"run_dir={json.dumps(str(run.run_dir), ensure_ascii=False)}")
         running = True
         while running:
             running = any(run.running for run in runs)

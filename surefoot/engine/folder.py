@@ -42,7 +42,7 @@ def small_files(model: Any, tokenizer: Any, generation_config: bytes | None) -> 
         try:
             model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            again = AutoTokenizer.from_pretrained(folder)
+            again = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:
             raise ModelError(
                 f"the model's configuration or tokenizer cannot be saved and read again, so no checkpoint could be "
@@ -68,7 +68,7 @@ def adapter_files(files: Mapping[str, bytes], adapter_config: bytes, tokenizer: 
     """
     kept = {name: data for name, data in files.items() if name not in ("config.json", GENERATION_FILE)}
     with unpacked(kept) as folder:
-        _require_same(tokenizer, AutoTokenizer.from_pretrained(folder), "an adapter")
+        _require_same(tokenizer, AutoTokenizer.from_pretrained(folder, trust_remote_code=False), "an adapter")
     return {**kept, ADAPTER_CONFIG: adapter_config}
 
 

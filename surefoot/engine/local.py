@@ -198,7 +198,7 @@ class LocalEngine:
         return metrics
 
     def _train_forward(self, number: int, batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
-        torch.manual_seed(derive_seed(self._seed, "train", self._trainable().steps, number))
+        self._draw_from(derive_seed(self._seed, "train", self._trainable().steps, number))
         return self._forward(batch, objective.head, _wanted(objective.loss, batch))
 
     def _check_loss(self, loss: Tensor, ids: Sequence[str]) -> None:
@@ -227,6 +227,12 @@ class LocalEngine:
         if self.device.type == "cpu":
             return torch.random.fork_rng(devices=[])
         return torch.random.fork_rng(devices=[self.device.index or 0], device_type=self.device.type)
+
+    def _draw_from(self, seed: int) -> None:
+        """Not `torch.manual_seed`: it seeds every other device too, and formats the stack for each that is absent."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def _trainable(self) -> Optimizer:
         if self._optimizer is None:

@@ -52,7 +52,7 @@ def attach(model: Any, config: LoraConfig, *, seed: int, score: bool, base: str 
         base_model_name_or_path=base,
     )
     with torch.random.fork_rng(devices=[]), _as_expected():
-        torch.manual_seed(derive_seed(seed, "lora"))
+        torch.default_generator.manual_seed(derive_seed(seed, "lora"))
         made = peft.PeftModel(model, settings)
     _require_exactly(model, adapted, saved)
     return made

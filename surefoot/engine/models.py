@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["causal_lm", "scalar"]
 # Weights as safetensors only: nothing here unpickles a file.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,16 @@ def load(config: EngineConfig, *, tokenizer: Any, seed: int, kind: Kind = "causa
         model, source = _pretrained(folder, tokenizer, seed, kind), config.model_name
         named = Path(config.model_name).expanduser()
         base = str(named.absolute()) if named.is_dir() else config.model_name
+    _require_finite(model, source)
     _own_storage(model)
     _agree_on_tying(model)
+    if getattr(model.config, "output_router_logits", False):
+        logger.warning("%s: output_router_logits is on, yet the experts' balancing loss is no part of training", source)
     if kind == "scalar":
         _check_score(model, source)
     check_fits(model, tokenizer, config.max_total_sequence_length, source)
+    if kind == "causal_lm":
+        _require_causal(model, source)
     files = small_files(model, tokenizer, generation)
     if config.lora is None:
         return LoadedModel(model, tokenizer, files, source, files)
@@ -138,7 +145,7 @@ def load_from_checkpoint(
     files = _small_files_of(reader)
     with unpacked(files) as folder, _loading("the checkpoint's weights folder"):
         with no_init_weights():
-            model = _auto(kind).from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+            model = _auto(kind).from_config(_config_in(folder), dtype=torch.float32)
         if GENERATION_FILE in files:
             model.generation_config = GenerationConfig.from_pretrained(folder)
     model.tie_weights()
@@ -151,7 +158,7 @@ def load_from_checkpoint(
 def load_tokenizer_from_checkpoint(reader: Reader) -> Any:
     """The tokenizer, with its chat template, that the checkpoint was made with. `reader`: of the engine's folder."""
     with unpacked(_small_files_of(reader)) as folder, _loading("the checkpoint's tokenizer"):
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _small_files_of(reader: Reader) -> dict[str, bytes]:
@@ -168,8 +175,13 @@ def load_tokenizer(config: EngineConfig) -> Any:
     name = config.tokenizer.name or config.model_name
     assert name is not None
     folder = _resolve(name, "policy.tokenizer.name" if config.tokenizer.name else "policy.model_name")
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{name} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}): expected a folder or hub name that has "
+            "one, as policy.tokenizer.name"
+        )
     with _loading(f"the tokenizer of {name}"):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if config.tokenizer.chat_template is not None:
         tokenizer.chat_template = _template(config.tokenizer.chat_template)
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
@@ -192,7 +204,22 @@ def check_fits(model: Any, tokenizer: Any, max_total_sequence_length: int, sourc
             f"the tokenizer has ids up to {highest} but {source} has embeddings for {rows} tokens: use the "
             "model's own tokenizer, or a model with at least as many embeddings"
         )
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    _check_length(model.config, max_total_sequence_length, source)
+
+
+def check_folder(config: EngineConfig, kind: Kind = "causal_lm") -> None:
+    """What the small files of the model's folder tell, so that it shows before all the data is read.
+
+    Raises:
+        ModelError: the folder holds no model that can be trained, or rows may be longer than the model can read.
+    """
+    if config.model_name is not None:
+        hf_config = _trainable_config(_resolve(config.model_name, "policy.model_name"), kind)
+        _check_length(hf_config, config.max_total_sequence_length, config.model_name)
+
+
+def _check_length(hf_config: Any, max_total_sequence_length: int, source: str) -> None:
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and 0 < limit < max_total_sequence_length:
         raise ModelError(
             f"max_total_sequence_length is {max_total_sequence_length} but {source} reads at most {limit} "
@@ -212,10 +239,10 @@ def resolve_device(name: str) -> torch.device:
 
 def _resolve(name: str, key: str) -> Path:
     """The local folder for a path or a hub name, downloading it if need be."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(name))  # noqa: PTH111 (Path's raises for an unknown user)
+    if os.path.isdir(folder):  # noqa: PTH112 (and here, for a name that is no path at all)
         return folder
-    if folder.is_file():
+    if os.path.isfile(folder):  # noqa: PTH113
         hint = "; turn a GGUF file into a folder with: surefoot model import" if folder.suffix == ".gguf" else ""
         raise ModelError(f"{key}: {name} is a file; expected a folder or a hub name{hint}")
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -240,7 +267,8 @@ def _loading(what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{what} cannot be loaded: {error}") from error
+        reason = "it needs Python code of its own, and none is ever run" if "trust_remote_code" in str(error) else error
+        raise ModelError(f"{what} cannot be loaded: {reason}") from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
@@ -254,21 +282,48 @@ def _auto(kind: Kind) -> Any:
 def _drawn_from(seed: int) -> Iterator[None]:
     """Random weights that neither depend on the global random state nor change it."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "init"))
+        torch.default_generator.manual_seed(derive_seed(seed, "init"))
         yield
 
 
-def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind) -> Any:
+def _config_in(folder: Path) -> Any:
+    """Asks nobody whether code in the folder may run: it may not."""
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _trainable_config(folder: Path, kind: Kind) -> Any:
+    """The configuration in a folder, once that is known to be a model's whose weights can be read and trained."""
     if (folder / lora.ADAPTER_CONFIG).exists():
         raise ModelError(f"{folder} holds an adapter; expected a whole model: merge the adapter into its base first")
+    if not any(folder.glob("*.safetensors")):
+        others = ", ".join(sorted(file.name for file in folder.glob("*.bin"))) or "no weights"
+        raise ModelError(
+            f"the model in {folder} cannot be loaded: expected .safetensors files, found {others}. Pickled weights are "
+            "never read: save the model anew with save_pretrained"
+        )
+    with _loading(f"the model in {folder}"):
+        hf_config = _config_in(folder)
+    if kind == "scalar":
+        _require_score_head_of(hf_config)
+    elif type(hf_config) not in _auto(kind)._model_mapping:
+        raise ModelError(f"the model in {folder} is of type {hf_config.model_type}; expected a causal language model")
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise ModelError(f"the model in {folder} is quantized; expected float weights, which can be trained")
+    return hf_config
+
+
+def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind) -> Any:
+    hf_config = _trainable_config(folder, kind)
     with _loading(f"the model in {folder}"), _drawn_from(seed):
-        hf_config = AutoConfig.from_pretrained(folder)
-        if getattr(hf_config, "quantization_config", None) is not None:
-            raise ModelError(f"the model in {folder} is quantized; expected float weights, which can be trained")
         if kind == "scalar":
             _as_scalar(hf_config, tokenizer)
         model, report = _auto(kind).from_pretrained(
-            folder, config=hf_config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            folder,
+            config=hf_config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     missing = sorted(report["missing_keys"])
     if kind == "scalar" and missing == ["score.weight"]:
@@ -292,13 +347,17 @@ def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind) -> Any:
     return model
 
 
-def _as_scalar(hf_config: Any, tokenizer: Any) -> None:
-    """One label, and a pad token that ends no row: Transformers takes a row's last token that is not the pad token for
-    its end, and would read the score one token early. Without a pad token it reads single rows, and refuses several."""
+def _require_score_head_of(hf_config: Any) -> None:
     if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
             f"Transformers has no model of type {hf_config.model_type} with a score head: use another model"
         )
+
+
+def _as_scalar(hf_config: Any, tokenizer: Any) -> None:
+    """One label, and a pad token that ends no row: Transformers takes a row's last token that is not the pad token for
+    its end, and would read the score one token early. Without a pad token it reads single rows, and refuses several."""
+    _require_score_head_of(hf_config)
     hf_config.num_labels = 1
     text = hf_config.get_text_config()
     if text.pad_token_id is None:
@@ -317,7 +376,7 @@ def _random(model_init: Mapping[str, Any], tokenizer: Any, seed: int, kind: Kind
     """Where `model_init` is silent, the vocabulary's size and the special tokens' ids are the tokenizer's."""
     settings = dict(model_init)
     model_type = settings.pop("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
         raise ModelError(f"model_init.model_type: Transformers knows no {model_type!r}" + _did_you_mean(near))
     defaults = CONFIG_MAPPING[model_type]
@@ -345,10 +404,42 @@ def _template(given: str) -> str:
     """Jinja text as it stands, or the text of the file it names."""
     if "{" in given or "\n" in given:
         return given
-    path = Path(given).expanduser()
-    if not path.is_file():
-        raise ModelError(f"tokenizer.chat_template: {path.absolute()} is no file; expected a Jinja file or its text")
-    return path.read_text(encoding="utf-8")
+    path = Path(os.path.expanduser(given))  # noqa: PTH111 (Path's raises for an unknown user)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ModelError(
+            f"tokenizer.chat_template: {path.absolute()} cannot be read ({why}); expected a Jinja file or its text"
+        ) from error
+
+
+def _require_finite(model: Any, source: str) -> None:
+    bad = [name for name, tensor in model.state_dict().items() if not bool(tensor.isfinite().all())]
+    if bad:
+        raise ModelError(
+            f"{source} holds NaN or infinite values in {len(bad)} tensors ({', '.join(bad[:5])}): a model like that "
+            "cannot be trained, nor saved. Get its files anew, or train from an earlier state of it"
+        )
+
+
+@torch.no_grad()
+def _require_causal(model: Any, source: str) -> None:
+    """Transformers gives a causal head to models that read in both directions, too: their loss would learn to copy."""
+    last = model.get_input_embeddings().weight.shape[0] - 1
+    ids, mask = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 0]]).clamp(max=last), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    try:
+        whole, beginning = (
+            model(input_ids=i[None], attention_mask=m[None], use_cache=False).logits[0, :2]
+            for i, m in zip(ids, mask, strict=True)
+        )
+    except Exception as error:
+        raise ModelError(f"{source}: its settings make a model that cannot run ({error})") from error
+    if float((whole - beginning).abs().max()) > 1e-4 * float(whole.abs().max()):
+        raise ModelError(
+            f"{source}: what {type(model).__name__} predicts depends on later tokens, or on padding; expected a causal "
+            "language model (BERT and its kin are one only with is_decoder: true)"
+        )
 
 
 def _own_storage(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from surefoot.config import OptimizerConfig, SchedulerConfig
 from surefoot.engine.schedule import decay_end, lr_at
 from surefoot.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -92,6 +95,7 @@ class Optimizer:
         names = {id(param): name for name, param in self._params.items()}
         return {
             "optimizer_steps": self.steps,
+            "decay_end": self._decay_end,
             "hyperparameters": self._config.model_dump(),
             "parameters": list(self._params),
             "groups": [
@@ -110,6 +114,18 @@ class Optimizer:
         for param, step in zip(self._params.values(), tensors["steps"].unbind(), strict=True):
             self._adamw.state[param]["step"].copy_(step)
         self.steps = int(description["optimizer_steps"])
+        self._explain_jump(description.get("decay_end", self._decay_end))
+
+    def _explain_jump(self, old_end: int | None) -> None:
+        """A run that is made longer or shorter stretches or squeezes a decay that follows its length."""
+        before, now = lr_at(self._schedule, self._config.lr, self.steps, old_end), self.lr
+        if before != now:
+            _log.warning(
+                "the learning rate goes on at %.4g, not at %.4g: the %s decay now ends at optimizer step %s, it "
+                "ended at %s. It follows the run's length unless policy.scheduler.decay_steps is set. To keep the old "
+                "schedule, resume with policy.scheduler.decay_steps=%s --allow policy.scheduler.decay_steps",
+                *(now, before, self._schedule.name, self._decay_end, old_end, old_end),
+            )
 
 
 @torch.no_grad()

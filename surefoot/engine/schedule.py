@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from surefoot.config import SchedulerConfig
 from surefoot.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def decay_end(config: SchedulerConfig, total_optimizer_steps: int | None) -> int | None:
@@ -22,6 +25,8 @@ def decay_end(config: SchedulerConfig, total_optimizer_steps: int | None) -> int
             f"scheduler.name is {config.name} and the run's number of optimizer steps is not known: expected "
             "scheduler.decay_steps, or max_num_steps at the top of the file"
         )
+    if end <= config.warmup_steps:
+        logger.warning("the run's %d optimizer steps end within scheduler.warmup_steps (%d)", end, config.warmup_steps)
     return end
 
 

@@ -44,7 +44,7 @@ class PlainProgress:
 
     def save_event(self, event: SaveEvent) -> None:
         """May be called from any thread."""
-        if event.kind in ("failed", "warning"):
+        if event.kind == "failed":
             self.message(f"checkpoint  {event_text(event)}")
         else:
             self._show("pruned" if event.kind == "pruned" else "checkpoint", event_text(event))

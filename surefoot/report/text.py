@@ -78,7 +78,6 @@ def event_text(event: SaveEvent) -> str:
         "finished": f"step {event.step:,} saved: {size(event.num_bytes)} in {duration(event.seconds)}",
         "failed": f"FAILED step {event.step:,}: {event.message}",
         "pruned": f"step {event.step:,}",
-        "warning": event.message,
     }[event.kind]
 
 

@@ -89,6 +89,17 @@ def test_sound_checksum_unsound_content(change: Any, reason: str) -> None:
         decode_manifest(altered(change))
 
 
+def test_half_a_surrogate_pair_is_damage_not_a_crash() -> None:
+    with pytest.raises(ValueError, match="surrogates"):
+        decode_manifest(altered(lambda body: body["files"][0].update(path="\ud800")))
+
+
+def test_a_path_too_long_for_the_system_is_damage_not_a_crash(memory_path: Path) -> None:
+    path = "/".join(["a"] * 5000)
+    manifest = decode_manifest(altered(lambda body: body["files"][0].update(path=path)))
+    assert any("too long" in problem for problem in structure_problems(memory_path, manifest))
+
+
 def test_deep_nesting_is_damage_not_a_crash() -> None:
     with pytest.raises(ValueError):
         decode_manifest(b"[" * 100_000)

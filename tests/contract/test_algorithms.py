@@ -89,9 +89,7 @@ def test_failed_save_stops_at_the_next_step(
     assert not (checkpoints / "latest_checkpoint_status.json").exists()
 
 
-def test_failed_last_save_is_raised_at_the_end(
-    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_last_save_is_raised_at_the_end(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runs.started(project(tmp_path, algorithm), "max_num_steps=2", "checkpointing.save_period=2")
     fail_first_write(monkeypatch, OSError(5, "Input/output error"))
     with pytest.raises(SaveFailed, match="step 2"):

@@ -333,3 +333,8 @@ def test_a_template_that_is_no_jinja() -> None:
 def test_chats_without_any_template_are_an_error() -> None:
     with pytest.raises(ModelError, match="the tokenizer has no chat template"):
         encode(tiny.gpt2_like(), chat(*TURNS))
+
+
+def test_a_template_that_writes_nothing_trains_nothing() -> None:
+    (encoded,) = encode(tiny.byte_level(chat_template="{{ '' }}"), chat(*TURNS[:2]))
+    assert len(encoded.ids) == len(encoded.mask) == 0

@@ -123,6 +123,17 @@ def test_a_step_is_adamw_on_the_mean_loss(tmp_path: Path) -> None:
     assert (metrics["lr"], metrics["optimizer_steps"], metrics["skipped_optimizer_steps"]) == (1e-2, 1.0, 0.0)
 
 
+def test_other_devices_are_not_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training on the CPU leaves a GPU's random state alone, and its own as it was."""
+    for module in (torch.cuda, torch.mps, torch.xpu):
+        for name in ("manual_seed", "manual_seed_all"):
+            monkeypatch.setattr(module, name, lambda seed: pytest.fail("another device was seeded"), raising=False)
+    before = torch.random.get_rng_state()
+    engine, plane = tiny.engine(tiny.config(tmp_path, "gpt2"))
+    engine.train(tiny.rows(plane, LENGTHS), NLL_OBJECTIVE)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_loss_falls_and_evaluation_agrees(tmp_path: Path) -> None:
     engine, plane = tiny.engine(tiny.config(tmp_path))
     ref = tiny.rows(plane, LENGTHS)

@@ -68,6 +68,7 @@ def test_what_model_init_leaves_open_is_the_tokenizers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"model_type": ["llama"]}, "Transformers knows no"),
         ({"model_type": "lama"}, "no 'lama'; did you mean .*llama"),
         ({"hiden_size": 8}, "model_init.hiden_size: llama has no such setting; did you mean hidden_size"),
         ({"hidden_size": "wide"}, "model_init .*hidden_size"),
@@ -111,8 +112,11 @@ def test_paths_that_are_no_folders(tmp_path: Path) -> None:
     for name, text in (("model.gguf", "is a file.*surefoot model import"), ("missing", "there is no folder")):
         with pytest.raises(ModelError, match=text):
             load(from_folder(tmp_path / name))
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    (tmp_path / "model.gguf").unlink()
+    with pytest.raises(ModelError, match=r"has no tokenizer \(none of tokenizer.json.*policy.tokenizer.name"):
         load(from_folder(tmp_path))
+    with pytest.raises(ModelError, match=r"cannot be loaded: expected .safetensors files, found no weights"):
+        models.check_folder(from_folder(tmp_path))
 
 
 def broken(folder: Path, how: str) -> None:
@@ -139,6 +143,16 @@ def broken(folder: Path, how: str) -> None:
         (folder / "generation_config.json").write_text('{"eos_token_id": [2,')
     elif how == "generation list":
         (folder / "generation_config.json").write_text("[1]")
+    elif how == "code of its own":
+        values = json.loads(config.read_text())
+        own = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+        config.write_text(json.dumps({**values, "model_type": "mine", "auto_map": own}))
+    elif how == "another kind":
+        config.write_text('{"model_type": "t5"}')
+    elif how in ("nan", "inf"):
+        tensors = load_file(weights)
+        tensors["model.embed_tokens.weight"][7, 0] = float(how)
+        save_file(tensors, weights, {"format": "pt"})
     elif how == "impossible generation":
         (folder / "generation_config.json").write_text('{"max_new_tokens": -1}')
 
@@ -148,7 +162,11 @@ def broken(folder: Path, how: str) -> None:
     [
         ("missing tensor", "lack 2 tensors that LlamaForCausalLM needs .* lm_head.weight, model.norm.weight"),
         ("truncated weights", "cannot be loaded"),
-        ("pickled weights", "cannot be loaded"),
+        ("pickled weights", "cannot be loaded: expected .safetensors files, found pytorch_model.bin"),
+        ("code of its own", "cannot be loaded: it needs Python code of its own, and none is ever run"),
+        ("another kind", "is of type t5; expected a causal language model"),
+        ("nan", r"NaN or infinite values in 1 tensors \(model.embed_tokens.weight\)"),
+        ("inf", r"NaN or infinite values in 1 tensors \(model.embed_tokens.weight\)"),
         ("malformed config", "cannot be loaded"),
         ("other shapes", "cannot be loaded"),
         ("quantized", "quantized"),
@@ -164,6 +182,52 @@ def test_a_broken_folder_is_refused_at_the_start(tmp_path: Path, how: str, words
     with pytest.raises(ModelError, match=words) as refused:
         load(from_folder(folder))
     assert str(folder) in str(refused.value)
+
+
+@pytest.mark.parametrize("how", ["pickled weights", "malformed config", "quantized", "adapter", "another kind", "long"])
+def test_what_small_files_tell_shows_before_the_data_is_read(tmp_path: Path, how: str) -> None:
+    folder = tiny.base_folder(tmp_path / "base")
+    models.check_folder(from_folder(folder))
+    broken(folder, how)
+    length = 65 if how == "long" else 32
+    with pytest.raises(ModelError):
+        models.check_folder(EngineConfig(model_name=str(folder), max_total_sequence_length=length))
+
+
+def test_nobody_is_asked_whether_a_folders_code_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers asks on the terminal, and runs the code on a `y`."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 1)
+    folder = tiny.base_folder(tmp_path / "base")
+    broken(folder, "code of its own")
+    with pytest.raises(ModelError, match="none is ever run"):
+        models.check_folder(from_folder(folder))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, **own}))
+    with pytest.raises(ModelError, match="none is ever run"):
+        models.load_tokenizer(from_folder(folder))
+
+
+def test_a_model_that_reads_both_ways_is_refused(tmp_path: Path) -> None:
+    """Transformers gives it a causal head all the same, with a warning in its log."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    bert = {"model_type": "bert", **sizes, "max_position_embeddings": 64, "initializer_range": 0.3}
+    with pytest.raises(ModelError, match=r"depends on later tokens, or on padding.*is_decoder: true"):
+        load(tiny.config(tmp_path, model_init=bert))
+    models._require_causal(load(tiny.config(tmp_path, model_init={**bert, "is_decoder": True})).model, "bert")
+
+
+def test_settings_that_make_a_model_which_cannot_run(tmp_path: Path) -> None:
+    init = {**tiny.ARCHITECTURES["capped logits"], "num_attention_heads": 4, "num_key_value_heads": 3}
+    with pytest.raises(ModelError, match=r"cannot run \(.*size of tensor"):
+        load(tiny.config(tmp_path, model_init=init))
+
+
+def test_a_balancing_loss_that_is_not_trained_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    init = {**tiny.ARCHITECTURES["experts one by one"], "output_router_logits": True}
+    load(tiny.config(tmp_path, model_init=init))
+    assert "balancing loss is no part of training" in caplog.text
 
 
 def test_tensors_nobody_reads_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,7 +266,7 @@ def test_chat_template_from_text_and_file(tmp_path: Path) -> None:
     for given in (text, str(tmp_path / "own.jinja")):
         configuration = from_folder(folder, tokenizer={"chat_template": given})
         assert load(configuration).files["chat_template.jinja"].decode() == text
-    with pytest.raises(ModelError, match="is no file"):
+    with pytest.raises(ModelError, match=r"cannot be read .* expected a Jinja file"):
         models.load_tokenizer(from_folder(folder, tokenizer={"chat_template": "missing.jinja"}))
 
 
@@ -369,3 +433,11 @@ def test_devices() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ModelError, match="cuda was asked for"):
             models.resolve_device("cuda")
+
+
+def test_a_chat_template_that_is_no_text(tmp_path: Path) -> None:
+    folder = tiny.base_folder(tmp_path / "base")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for path, why in ((tmp_path / "binary", "not UTF-8"), (tmp_path, "directory"), (tmp_path / "none", "No such file")):
+        with pytest.raises(ModelError, match=why):
+            models.load_tokenizer(from_folder(folder, tokenizer={"chat_template": str(path)}))

@@ -37,3 +37,8 @@ def test_decay_steps_come_before_the_runs_length() -> None:
 def test_a_run_shorter_than_its_warm_up() -> None:
     assert rates([0, 1, 2, 3], 2, name="cosine", warmup_steps=2) == pytest.approx([1.0, 2.0, 2.0, 0.0])
     assert rates([3, 4], 2, name="linear", warmup_steps=4) == [2.0, 2.0]
+
+
+def test_a_run_that_ends_within_its_warm_up_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert rates([0, 3], 4, name="cosine", warmup_steps=10) == [0.2, 0.8]
+    assert "4 optimizer steps end within scheduler.warmup_steps (10)" in caplog.text

@@ -46,8 +46,14 @@ def run(file: str, run_dir: str, hold_at: str, meeting: str, *overrides: str) ->
 
 
 def _in_training(made: Run, meet: Callable[[], None]) -> None:
+    """In step 3, the save of step 2 being done."""
+
+    def meet_when_saved() -> None:
+        made.checkpoints.wait_for_finalization()
+        meet()
+
     engine: Any = made.kit.engines["policy"]
-    engine.train = _meeting_when(engine.train, meet, lambda: made.clock.step == 2)
+    engine.train = _meeting_when(engine.train, meet_when_saved, lambda: made.clock.step == 2)
 
 
 def _waiting_for_a_batch(made: Run, meet: Callable[[], None]) -> None:

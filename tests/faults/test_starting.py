@@ -120,3 +120,84 @@ def test_two_runs_want_one_checkpoint_directory(project: Project, memory_path: P
     assert not (memory_path / "second").exists()
     loop.train(first)
     project.assert_equals_straight(memory_path / "first", memory_path / "shared")
+
+
+def test_a_start_that_is_refused_leaves_the_other_one_its_folder(project: Project, memory_path: Path) -> None:
+    run_dir, elsewhere = memory_path / "run", f"checkpointing.checkpoint_dir={memory_path / 'elsewhere'}"
+    first = project.start(run_dir)
+    (run_dir / "config.yaml").unlink()  # as before the data is prepared: nothing but locks and empty folders
+    (run_dir / "checkpoints" / "attempt.json").unlink()
+    for words in ((), (elsewhere,)):
+        for begin in (runs.started, lambda file, *words: overwriting(project, *words)):
+            with pytest.raises(CheckpointError, match=r"in use by another run"):
+                begin(project.file, f"run_dir={run_dir}", *words)
+    assert names(memory_path) == {"run", "run/.lock", "run/checkpoints", "run/checkpoints/.lock"}
+    loop.train(first)
+    assert (run_dir / "checkpoints" / "step_6").is_dir()
+
+
+def test_a_run_that_is_going_on_is_not_moved_aside(project: Project, memory_path: Path) -> None:
+    first = project.start(memory_path / "run", f"checkpointing.checkpoint_dir={memory_path / 'elsewhere'}")
+    with pytest.raises(CheckpointError, match=r"in use by another run"):
+        overwriting(project, f"run_dir={memory_path / 'run'}")
+    assert {path.name for path in memory_path.iterdir()} == {"run", "elsewhere"}
+    loop.train(first)
+    project.assert_equals_straight(memory_path / "run", memory_path / "elsewhere")
+
+
+@pytest.mark.parametrize("name", ['it\'s "so" a\\b #1: x', "日本語 🙂"])
+def test_a_folder_with_an_odd_name(project: Project, memory_path: Path, name: str) -> None:
+    run = build.start(
+        runs.config_of(project.file, "max_num_steps=6").model_copy(update={"run_dir": str(memory_path / name)})
+    )
+    loop.train(run)
+    project.assert_equals_straight(memory_path / name)
+    resumed = runs.resumed(memory_path / name, "max_num_steps=7")
+    loop.train(resumed)
+    assert (memory_path / name / "checkpoints" / "step_7").is_dir()
+    assert {path.name for path in memory_path.iterdir()} == {name}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "run_dir",
+        "checkpointing.checkpoint_dir",
+        "data.train.path",
+        "policy.tokenizer.name",
+        "policy.tokenizer.chat_template",
+    ],
+)
+@pytest.mark.parametrize("path", ["x" * 300, "~no_such_user/x/y"])
+def test_a_path_that_cannot_be(
+    project: Project, memory_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, path: str
+) -> None:
+    monkeypatch.chdir(memory_path)
+    if path.startswith("~") and ("_dir" in key):
+        pytest.skip("as in a shell, a ~ that means nothing stays as it is")
+    with pytest.raises(SurefootError, match=path[:10]):
+        project.start(memory_path / "run", f"{key}={path}")
+    assert names(memory_path) == set()
+
+
+def test_the_home_directory(project: Project, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(memory_path))
+    monkeypatch.chdir(memory_path)
+    loop.train(runs.started(project.file, "run_dir=~/run", "max_num_steps=1"))
+    assert {path.name for path in memory_path.iterdir()} == {"run"}
+
+
+def test_a_project_with_a_config_is_no_run_and_not_moved_aside(project: Project, memory_path: Path) -> None:
+    (memory_path / "config.yaml").write_text("algorithm: sft\n")
+    (memory_path / "train.jsonl").write_text("{}\n")
+    with pytest.raises(CheckpointError, match="holds files that are not a run's"):
+        overwriting(project, f"run_dir={memory_path}")
+    assert sorted(path.name for path in memory_path.iterdir()) == ["config.yaml", "train.jsonl"]
+
+
+@pytest.mark.parametrize("where", ["run", "run/checkpoints", "file/rescue"])
+def test_a_rescue_dir_that_could_rescue_nothing(project: Project, memory_path: Path, where: str) -> None:
+    (memory_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"checkpointing\.rescue_dir is "):
+        project.start(memory_path / "run", f"checkpointing.rescue_dir={memory_path / where}")
+    assert not (memory_path / "run").exists()

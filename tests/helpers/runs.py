@@ -85,7 +85,7 @@ def metric_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def state_bytes(checkpoint: Path) -> dict[str, bytes]:
-    """Every file that holds the state of training. Manifest, configuration and reports name their run, so they differ."""
+    """Every file that holds the state of training. Manifest, configuration and reports name their run: they differ."""
     parts = ("policy", "value", "source", "plane", "clock", "algorithm")
     files = (path for part in parts for path in sorted((checkpoint / part).rglob("*")) if path.is_file())
     return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in files}

@@ -156,7 +156,10 @@ def test_the_live_view_shows_failures_above_itself_and_ends_with_the_summary(tmp
     assert text.index("FAILED") < text.rindex("╭") < text.index("Where the time went")
     assert sys.stdout is stdout
     assert "\x1b[?25h" in printed(console)  # the cursor is back
-    assert not [thread for thread in threading.enumerate() if "Refresh" in type(thread).__name__ and thread.is_alive()]
+    for thread in threading.enumerate():
+        if "Refresh" in type(thread).__name__:
+            thread.join(timeout=30)  # rich tells it to end, and does not wait
+            assert not thread.is_alive()
 
 
 def test_the_live_view_copes_with_odd_terminals(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,11 @@ def test_a_run_without_a_checkpoint_starts_again_from_step_0(straight: Path, tmp
 def test_a_finished_run_says_what_to_do(straight: Path) -> None:
     with pytest.raises(NothingTrained, match="no training step was done: max_num_steps"):
         loop.train(runs.resumed(straight.parent / "run"))
+
+
+def test_a_limit_below_the_step_ends_the_run(straight: Path) -> None:
+    with pytest.raises(NothingTrained, match=r"max_num_steps \(3\) reached, the run is at step 8; raise"):
+        loop.train(runs.resumed(straight.parent / "run", "max_num_steps=3"))
 
 
 def test_a_broken_newest_is_skipped_loudly(straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,3 +166,56 @@ def test_the_learning_rate_goes_on_where_it_was(straight: Path, tmp_path: Path) 
     rates = [json.loads(line).get("lr") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     whole = [json.loads(line).get("lr") for line in (straight.parent / "run/metrics.jsonl").read_text().splitlines()]
     assert [r for r in rates if r is not None] == [r for r in whole if r is not None]
+
+
+def test_a_longer_run_whose_decay_follows_its_length_says_so(
+    straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs.trained(straight, f"run_dir={tmp_path / 'run'}", "max_num_steps=4")
+    loop.train(runs.resumed(tmp_path / "run", "max_num_steps=6"))
+    assert "decay now ends at optimizer step 6, it ended at 4" in caplog.text
+    assert "resume with policy.scheduler.decay_steps=4 --allow policy.scheduler.decay_steps" in caplog.text
+    caplog.clear()
+    loop.train(
+        runs.resumed(
+            tmp_path / "run",
+            "max_num_steps=8",
+            "policy.scheduler.decay_steps=6",
+            allow=frozenset({"policy.scheduler.decay_steps"}),
+        )
+    )
+    assert "decay now ends" not in caplog.text
+
+
+def test_checkpoints_that_are_gone_are_missed(straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = tmp_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=4")
+    shutil.rmtree(run_dir / "checkpoints" / "step_4")
+    run = runs.resumed(run_dir)
+    run.checkpoints.shutdown()
+    assert run.clock.step == 2
+    assert "step_4: latest_checkpoint_status.json says that it was saved, and it is not there any more" in caplog.text
+    shutil.rmtree(run_dir / "checkpoints" / "step_2")
+    with pytest.raises(CorruptCheckpoint, match=r"step_4: .* not there any more"):
+        runs.resumed(run_dir)
+
+
+@pytest.mark.parametrize("how", ["deleted", "named another"])
+def test_a_run_never_begins_again_because_its_checkpoints_are_elsewhere(
+    straight: Path, tmp_path: Path, how: str
+) -> None:
+    run_dir = tmp_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2")
+    if how == "deleted":
+        shutil.rmtree(run_dir / "checkpoints")
+    other = [] if how == "deleted" else [f"checkpointing.checkpoint_dir={tmp_path / 'other'}"]
+    with pytest.raises(CheckpointError, match="has no checkpoint of the run in"):
+        runs.resumed(run_dir, *other)
+    assert len(runs.metric_lines(run_dir)) == 3, "the metrics are as they were"
+    assert not (tmp_path / "other").exists()
+
+
+def test_other_rounding_is_said(straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runs.trained(straight, f"run_dir={tmp_path / 'run'}", "max_num_steps=2")
+    loop.train(runs.resumed(tmp_path / "run", "max_num_steps=3", "policy.num_threads=null"))
+    assert "with another policy.num_threads sums are rounded otherwise" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="module", params=algorithm_names())
 def reference(request: pytest.FixtureRequest, server: ForkServer, memory_path_of_session: Path) -> Reference:
-    return Reference.made(server, memory_path_of_session / f"torture_{request.param}", request.param)
+    # Made anew when a worker takes over tests from another one, so its folder has a name of its own.
+    folder = Path(tempfile.mkdtemp(prefix="torture_", dir=memory_path_of_session))
+    return Reference.made(server, folder / request.param, request.param)
 
 
 def accept(tally: Tally, at_least: int) -> None:

@@ -1,0 +1,37 @@
+"""`surefoot train` and `surefoot resume` as the terminal sees them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from surefoot import build, cli
+from surefoot.cli import app
+from tests.helpers import runs
+
+
+@pytest.mark.parametrize("command", ["train", "resume"])
+def test_an_interrupt_before_the_run_begins_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, {"train": "start", "resume": "resume"}[command], interrupted)
+    result = CliRunner().invoke(app, [command, str(runs.write_project(tmp_path))])
+    assert result.exit_code == 130
+    assert "interrupted before the run began" in result.output
+
+
+def test_an_impossible_path_is_an_error_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["surefoot", "ckpt", "verify", "x" * 300])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    assert "File name too long" in capsys.readouterr().err
