@@ -40,7 +40,7 @@ from surefoot.report import RunReport, configure_logging
 from surefoot.report.preparing import preparing
 from surefoot.run import Limits, Run
 from surefoot.stop import StopWatch
-from surefoot.types import Engine, Kit, SaveEvent, Source
+from surefoot.types import Engine, EngineSpec, Kit, SaveEvent, Source
 from surefoot.weight_sync.local import LocalSync
 
 _log = logging.getLogger(__name__)
@@ -115,31 +115,31 @@ def _assemble(
     algorithm = load_algorithm(config.algorithm)(algorithm_config(config))
     if config.policy.num_threads is not None:
         torch.set_num_threads(config.policy.num_threads)
-    tokenizer = _tokenizer(config, point)
-    train_data, validation_data = _datasets(config, tokenizer, console)
+    specs = algorithm.engines()
+    tokenizer = _tokenizer(config, point, specs["policy"])
+    train_data, validation_data = _datasets(config, tokenizer, console, pairs=algorithm.pairs)
     engines: dict[str, Engine] = {}  # filled below: how long the run is, and so its schedule, follows from the source
     plane = MemoryPlane()
     kit = Kit(config, tokenizer, train_data, validation_data, engines, plane)
     source = algorithm.source(kit)
     total_steps = _total_steps(config, source)
-    policy = _policy(config, tokenizer, point)
-    manager.fingerprints = fingerprints(config.algorithm, algorithm_config(config), policy, train_data)
+    loaded = {name: _trained(name, spec, config, tokenizer, point) for name, spec in specs.items() if spec.trained}
+    manager.fingerprints = fingerprints(config.algorithm, algorithm_config(config), loaded["policy"], train_data)
     if point.reader is not None:
         check_fingerprints(point.reader.manifest, manager.fingerprints, allow)
-    engine = LocalEngine(
-        policy.model,
-        policy.files,
-        config.policy,
-        plane,
-        Arena(),
-        seed=config.seed,
-        total_optimizer_steps=total_steps,
-        save_optimizer=config.checkpointing.save_optimizer,
-    )
-    engines["policy"] = engine
+    local = {name: _engine(model, config, plane, total_steps) for name, model in loaded.items()}
+    views: dict[str, Engine] = {}
+    for name, spec in specs.items():
+        if not spec.trained and spec.base_of is not None and config.policy.lora is not None:
+            views[name] = local[spec.base_of].base_view()
+        elif not spec.trained:
+            local[name] = _frozen(spec, config, tokenizer, plane)
+    engines |= {**local, **views}
     if config.checkpointing.enabled:
-        manager.check_space(engine.state_bytes, manager.policy.num_saves(total_steps) if total_steps else None)
-        engine.warm()
+        num_bytes = sum(engine.state_bytes for engine in local.values())
+        manager.check_space(num_bytes, manager.policy.num_saves(total_steps) if total_steps else None)
+        for engine in local.values():
+            engine.warm()
     report = _report(config, manager, total_steps, console)
     stop = _stop(config)
     run = Run(algorithm, kit, source, LocalSync(()), manager, report, stop, _limits(config))
@@ -163,24 +163,49 @@ def _manager(config: RunConfig) -> tuple[CheckpointManager, Listeners]:
     return manager, listeners
 
 
-def _tokenizer(config: RunConfig, point: ResumePoint) -> Any:
+def _tokenizer(config: RunConfig, point: ResumePoint, policy: EngineSpec) -> Any:
     if point.reader is None:
-        models.check_folder(config.policy)
+        models.check_folder(config.policy, policy.kind)
         return models.load_tokenizer(config.policy)
     return models.load_tokenizer_from_checkpoint(point.reader.under("policy"))
 
 
-def _policy(config: RunConfig, tokenizer: Any, point: ResumePoint) -> models.LoadedModel:
+def _trained(name: str, spec: EngineSpec, config: RunConfig, tokenizer: Any, point: ResumePoint) -> models.LoadedModel:
+    """The model of a trained engine. What every engine is made of, the section `policy` says."""
     if point.reader is None:
-        return models.load(config.policy, tokenizer=tokenizer, seed=config.seed)
-    return models.load_from_checkpoint(point.reader.under("policy"), config.policy, tokenizer, seed=config.seed)
+        return models.load(config.policy, tokenizer=tokenizer, seed=config.seed, kind=spec.kind)
+    reader = point.reader.under(name)
+    return models.load_from_checkpoint(reader, config.policy, tokenizer, seed=config.seed, kind=spec.kind)
 
 
-def _datasets(config: RunConfig, tokenizer: Any, console: Console) -> tuple[Dataset, dict[str, Dataset]]:
+def _engine(loaded: models.LoadedModel, config: RunConfig, plane: MemoryPlane, total_steps: int | None) -> LocalEngine:
+    return LocalEngine(
+        loaded.model,
+        loaded.files,
+        config.policy,
+        plane,
+        Arena(),
+        seed=config.seed,
+        total_optimizer_steps=total_steps,
+        save_optimizer=config.checkpointing.save_optimizer,
+    )
+
+
+def _frozen(spec: EngineSpec, config: RunConfig, tokenizer: Any, plane: MemoryPlane) -> LocalEngine:
+    """The policy's model as it was before training, on a resume too: a checkpoint holds its fingerprint alone."""
+    section = config.policy.model_copy(update={"lora": None})
+    loaded = models.load(section, tokenizer=tokenizer, seed=config.seed, kind=spec.kind)
+    return LocalEngine(loaded.model, loaded.files, section, plane, Arena(), seed=config.seed, trained=False)
+
+
+def _datasets(
+    config: RunConfig, tokenizer: Any, console: Console, *, pairs: bool
+) -> tuple[Dataset, dict[str, Dataset]]:
     prepared = {}
+    longest = config.policy.max_total_sequence_length
     for name, dataset in {"": config.data.train, **config.data.validation}.items():
         with preparing(console, f"preparing {name or 'training data'}") as progress:
-            prepared[name] = prepare(dataset, config.data, tokenizer, config.policy.max_total_sequence_length, progress)
+            prepared[name] = prepare(dataset, config.data, tokenizer, longest, progress, pairs=pairs)
         _log.info("%s: %s", f"validation set {name}" if name else "training data", prepared[name].description)
     return prepared.pop(""), prepared
 

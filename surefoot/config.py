@@ -307,6 +307,9 @@ class LoggerConfig(Section):
 # ------------------------------------------------------------------------------------------------------- the whole run
 
 
+_METRIC_GROUPS = ("rewards", "logps", "loss", "scores")  # of metrics whose own names have a slash
+
+
 class RunConfig(Section):
     """A whole run. The algorithm's own section, named by the algorithm, is added by `load_config`."""
 
@@ -332,7 +335,8 @@ class RunConfig(Section):
         if measures and not self.data.validation:
             raise ValueError("val_period, val_at_start, val_at_end and metric_name val:… need a set in data.validation")
         named, slash, _ = metric.removeprefix("val:").partition("/")
-        if metric.startswith("val:") and slash and named not in self.data.validation:
+        known = {*self.data.validation, *_METRIC_GROUPS}
+        if metric.startswith("val:") and slash and named not in known:
             sets = ", ".join(self.data.validation)
             raise ValueError(f"checkpointing.metric_name: there is no validation set {named!r}, only {sets}")
         return self

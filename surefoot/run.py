@@ -69,15 +69,15 @@ class Run:
 
     @property
     def parts(self) -> dict[str, Saveable]:
-        """What a checkpoint holds, by folder name. Metrics are synced first: they are part of what is committed."""
-        from_engines = {n: self.kit.engines[n] for n, spec in self.algorithm.engines().items() if spec.trained}
+        """What a checkpoint holds, by folder name. Metrics are synced first: they are part of what is committed. Of a
+        frozen engine it holds the fingerprint."""
         return {
             "report": self.report,
             "clock": self.clock,
             "algorithm": self.algorithm,
             "source": self.source,
             "plane": self.kit.plane,
-            **from_engines,
+            **self.kit.engines,
         }
 
 

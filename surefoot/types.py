@@ -483,9 +483,13 @@ class Algorithm(ABC):
     A new algorithm is one file with one subclass. Only `objectives` and `source` must be written; the rest does nothing
     until overridden. Running state (an adaptive coefficient, a shift) is changed in `observe` alone and saved through
     `snapshot` and `restore`.
+
+    Attributes:
+        pairs: the rows of the data sets are preferences.
     """
 
     Config: ClassVar[type]
+    pairs: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         self.config = config

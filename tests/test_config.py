@@ -273,8 +273,8 @@ def test_changes_say_what_a_resume_may_change() -> None:
         ("data.num_workers=1e30", "less than or equal to 256"),
         ("data.validation={'': {path: x}}", "expected a set's name without spaces"),
         ("data.validation={a/b: {path: x}}", "found 'a/b'"),
-        ("algorithm=.sft", "expected sft or a dotted module name"),
-        ("algorithm=..", "expected sft or a dotted module name"),
+        ("algorithm=.sft", "sft or a dotted module name"),
+        ("algorithm=..", "sft or a dotted module name"),
     ],
 )
 def test_values_that_would_mean_something_else(override: str, expected: str) -> None:

@@ -46,6 +46,8 @@ def kind(annotation: Any) -> str:
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return "section" if issubclass(annotation, BaseModel) else annotation.__name__
     parts = [kind(part) for part in typing.get_args(annotation) if part is not type(None)]
+    if typing.get_origin(annotation) is list:
+        return f"list of {parts[-1]}"
     if typing.get_origin(annotation) is dict:
         return f"mapping to {parts[-1]}"
     return parts[0] if typing.get_origin(annotation) is typing.Annotated else " or ".join(parts)
@@ -53,7 +55,8 @@ def kind(annotation: Any) -> str:
 
 def page() -> str:
     found = list(sections(RunConfig, ""))
-    found += [(name, load_algorithm(name).Config) for name in algorithm_names()]
+    for name in algorithm_names():
+        found += sections(load_algorithm(name).Config, name)
     text = HEADER
     for path, model in found:
         text += f"\n## {f'`{path}`' if path else 'The run'}\n\n{inspect.getdoc(model)}\n\n"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from surefoot.config import AlgorithmConfig, PositiveInt, RunConfig
-from surefoot.data.source import DatasetSource, iterate
+from surefoot.config import AlgorithmConfig, PositiveInt
+from surefoot.data.source import training_source, validate
 from surefoot.losses.supervised import NLL
-from surefoot.types import Algorithm, Clock, Head, Kit, Metric, Metrics, Objective, Poll, Source, merge_metrics
+from surefoot.types import Algorithm, Clock, Head, Kit, Metric, Metrics, Objective, Poll, Source
 
 
 class SFTConfig(AlgorithmConfig):
@@ -24,16 +24,7 @@ class SFT(Algorithm):
     config: SFTConfig
 
     def source(self, kit: Kit) -> Source:
-        run: RunConfig = kit.config
-        return DatasetSource(
-            kit.train_data,
-            kit.plane,
-            seed=run.seed,
-            rows_per_step=run.policy.train_global_batch_size,
-            max_epochs=run.max_num_epochs,
-            shuffle=run.data.shuffle,
-            drop_last=run.data.drop_last,
-        )
+        return training_source(kit)
 
     def objectives(self, clock: Clock) -> Sequence[Objective]:
         return [Objective("policy", Head(("logprobs",)), NLL())]
@@ -41,15 +32,8 @@ class SFT(Algorithm):
     def evaluate(self, kit: Kit, poll: Poll) -> Metrics:
         """Loss (per trained token) and perplexity, on each set and over all of them."""
         (objective,) = self.objectives(Clock())
-        by_set: dict[str, dict[str, Metric]] = {}
-        for name, dataset in kit.validation_data.items():
-            batches = []
-            for batch in iterate(dataset, kit.plane, self.config.val_batch_size):
-                poll()
-                batches.append(kit.engines["policy"].evaluate(batch, objective))
-            by_set[name] = merge_metrics(batches)
-        measured = {f"{name}/{key}": metric for name, metrics in by_set.items() for key, metric in metrics.items()}
-        measured |= merge_metrics(by_set.values())
+        policy = kit.engines["policy"]
+        measured = validate(kit, poll, self.config.val_batch_size, lambda batch: policy.evaluate(batch, objective))
         return measured | _perplexities(measured)
 
 

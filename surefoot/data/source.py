@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
+from surefoot.config import RunConfig
 from surefoot.data.cursor import Cursor
 from surefoot.data.prepare import Dataset
 from surefoot.errors import ConfigError
-from surefoot.types import BatchRef, Clock, Column, DataPlane, Poll, Reader, Writer
+from surefoot.types import (
+    BatchRef,
+    Clock,
+    Column,
+    DataPlane,
+    Kit,
+    Metric,
+    Metrics,
+    Poll,
+    Reader,
+    Writer,
+    merge_metrics,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +122,34 @@ class DatasetSource:
                 "rows that it had already trained are trained again",
                 *(", ".join(changed), self._cursor.epoch, self._dataset.name),
             )
+
+
+def training_source(kit: Kit) -> DatasetSource:
+    """Over the training set, as the run's configuration says."""
+    run: RunConfig = kit.config
+    return DatasetSource(
+        kit.train_data,
+        kit.plane,
+        seed=run.seed,
+        rows_per_step=run.policy.train_global_batch_size,
+        max_epochs=run.max_num_epochs,
+        shuffle=run.data.shuffle,
+        drop_last=run.data.drop_last,
+    )
+
+
+def validate(kit: Kit, poll: Poll, rows_per_batch: int, measure: Callable[[BatchRef], Metrics]) -> dict[str, Metric]:
+    """What `measure` finds on the batches of each validation set, as "<set>/<metric>", and over all sets, as
+    "<metric>"."""
+    by_set: dict[str, dict[str, Metric]] = {}
+    for name, dataset in kit.validation_data.items():
+        batches = []
+        for batch in iterate(dataset, kit.plane, rows_per_batch):
+            poll()
+            batches.append(measure(batch))
+        by_set[name] = merge_metrics(batches)
+    found = {f"{name}/{key}": metric for name, metrics in by_set.items() for key, metric in metrics.items()}
+    return found | merge_metrics(by_set.values())
 
 
 def iterate(dataset: Dataset, plane: DataPlane, rows_per_batch: int) -> Iterator[BatchRef]:

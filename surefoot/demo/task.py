@@ -63,6 +63,21 @@ def write_dataset(
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def preference(row: Row, rng: random.Random) -> Row:
+    """The sum's answer against a wrong one of as many digits where there is one, with the question as `prompt`."""
+    question, answer = row["messages"]
+    right = answer["content"]
+    near = [int(right) + sign * step for step in (1, 2, 9, 10, 11) for sign in (-1, 1)]
+    wrong = rng.choice([str(number) for number in near if len(str(number)) == len(right)])
+    return {"prompt": [question], "chosen": [answer], "rejected": [{**answer, "content": wrong}]}
+
+
+def write_preferences(rows: Iterable[Row], file: Path, seed: int) -> None:
+    """Write the rows as preferences; the same arguments write the same bytes."""
+    rng = random.Random(seed)
+    file.write_text("".join(json.dumps(preference(row, rng)) + "\n" for row in rows), encoding="utf-8")
+
+
 def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

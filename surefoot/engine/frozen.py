@@ -23,7 +23,10 @@ def require_same_frozen(reader: Reader, live: str) -> None:
     """Raises `ResumeRefused` when the checkpoint was made with other frozen weights."""
     saved = reader.json("frozen.json")["weights"]
     if saved != live:
-        raise ResumeRefused(f"the frozen model's weights have the fingerprint {live}; the checkpoint's {saved}")
+        raise ResumeRefused(
+            f"the frozen model's weights have the fingerprint {live}; the checkpoint's {saved}. Put the old model "
+            "back, or start a new run"
+        )
 
 
 def require_same_base(reader: Reader, live: str) -> None:

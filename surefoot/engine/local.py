@@ -273,13 +273,15 @@ class LocalEngine:
 
     @property
     def state_bytes(self) -> int:
-        """Size of what a snapshot captures."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
+        """Size of what a snapshot captures: of a frozen engine nothing."""
+        return sum(t.numel() * t.element_size() for t in self._state().values()) if self._trained else 0
 
     def warm(self) -> None:
-        """Make room for captures, before the first step."""
+        """Make room for captures and take the fingerprint of what is frozen, before the first step."""
         if self._trained:
             self._stager.warm(self._state())
+        if self._adapted or not self._trained:
+            _ = self.frozen_fingerprint
 
     def settle(self) -> None:
         pass

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from surefoot import loop
 from surefoot.checkpoint import LocalSink
@@ -169,7 +169,9 @@ def test_every_checkpoint_is_a_hugging_face_folder(algorithm: str, tmp_path: Pat
     run = runs.started(project(tmp_path, algorithm), "max_num_steps=2")
     loop.train(run)
     folder = tmp_path / "run" / "checkpoints" / "step_2" / "policy" / "weights"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    scores = run.algorithm.engines()["policy"].kind == "scalar"
+    model = (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "12+34="}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     live = run.kit.engines["policy"].model  # type: ignore[attr-defined]

@@ -15,20 +15,28 @@ from rich.console import Console
 
 from surefoot import build, loop
 from surefoot.config import RunConfig
-from surefoot.config_file import parse_config
+from surefoot.config_file import load_algorithm, parse_config
 from surefoot.demo import task
 from surefoot.run import Outcome, Run
 
 # Algorithm -> what its configuration has besides the common part.
-EXTRA: dict[str, dict[str, Any]] = {"sft": {"sft": {"val_batch_size": 4}}}
+EXTRA: dict[str, dict[str, Any]] = {
+    "sft": {"sft": {"val_batch_size": 4}},
+    "dpo": {"dpo": {"preset": "mpo", "beta": 0.5, "val_batch_size": 4}},
+    "rm": {"rm": {"centring": 0.01, "val_batch_size": 4}},
+}
 
 NUM_ROWS = 20
 
 
 def write_project(folder: Path, *, algorithm: str = "sft", num_rows: int = NUM_ROWS, num_heldout: int = 6) -> Path:
-    """Data, a tokenizer and `config.yaml` in `folder`; returns the configuration's path."""
-    task.write_dataset(folder / "train.jsonl", folder / "heldout.jsonl", 0, num_rows, num_heldout)
+    """Data, a tokenizer and `config.yaml` in `folder`; returns the configuration's path. Of preferences, two rows are
+    one line of the file."""
+    size = 2 if load_algorithm(algorithm).pairs else 1
+    task.write_dataset(folder / "train.jsonl", folder / "heldout.jsonl", 0, num_rows // size, num_heldout // size)
     task.train_tokenizer(task.read_rows(folder / "train.jsonl"), folder / "tokenizer")
+    for file in (folder / "train.jsonl", folder / "heldout.jsonl") if size == 2 else ():
+        task.write_preferences(task.read_rows(file), file, 0)
     values = {
         "algorithm": algorithm,
         "run_dir": str(folder / "run"),
@@ -86,6 +94,6 @@ def metric_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 def state_bytes(checkpoint: Path) -> dict[str, bytes]:
     """Every file that holds the state of training. Manifest, configuration and reports name their run: they differ."""
-    parts = ("policy", "value", "source", "plane", "clock", "algorithm")
+    parts = ("policy", "reference", "value", "source", "plane", "clock", "algorithm")
     files = (path for part in parts for path in sorted((checkpoint / part).rglob("*")) if path.is_file())
     return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in files}
