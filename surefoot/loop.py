@@ -104,7 +104,7 @@ def _validate_if_due(run: Run, poll: Poll) -> None:
 
 
 def _save_if_due(run: Run, final: bool = False) -> None:
-    with run.report.phase("save"):
+    with run.report.phase("last save" if final else "save"):  # the last one holds no training up
         run.checkpoints.offer(run.clock.step, run.report.training_info(run.clock), run.parts, final)
 
 
