@@ -173,7 +173,7 @@ def _tokenizer(config: RunConfig, point: ResumePoint) -> Any:
 def _policy(config: RunConfig, tokenizer: Any, point: ResumePoint) -> models.LoadedModel:
     if point.reader is None:
         return models.load(config.policy, tokenizer=tokenizer, seed=config.seed)
-    return models.load_from_checkpoint(point.reader.under("policy"), config.policy, tokenizer)
+    return models.load_from_checkpoint(point.reader.under("policy"), config.policy, tokenizer, seed=config.seed)
 
 
 def _datasets(config: RunConfig, tokenizer: Any, console: Console) -> tuple[Dataset, dict[str, Dataset]]:

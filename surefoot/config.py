@@ -109,6 +109,27 @@ class SchedulerConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """A low-rank adapter that is trained in place of the model's own weights, which stay as they are.
+
+    Modules are named by patterns over their names or the ends of these: `q_proj`, `layers.[0-3].*`, `lm_head`. A
+    pattern that matches nothing is an error. Tied embeddings are adapted each by itself.
+
+    Attributes:
+        dim: the rank. The adapter's product is scaled by `alpha` / `dim`.
+        target_modules: what is adapted: linear layers and embeddings; "all-linear": every linear layer but the head.
+        exclude_modules: which of these stay frozen after all, for example whole layers.
+        modules_to_save: trained in full beside the adapter and saved with it: embeddings, norms, the head.
+    """
+
+    dim: PositiveInt = 16
+    alpha: PositiveReal = 32.0
+    dropout: Fraction = 0.0
+    target_modules: Annotated[list[str], Field(min_length=1)] = ["all-linear"]
+    exclude_modules: list[str] = []
+    modules_to_save: list[str] = []
+
+
 class EngineConfig(Section):
     """A model, how it is run and how it is trained.
 
@@ -130,6 +151,7 @@ class EngineConfig(Section):
     max_total_sequence_length: PositiveInt = 512
     precision: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
     max_grad_norm: PositiveReal | None = 1.0
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -188,6 +210,8 @@ class DataConfig(Section):
         fold_system: put the system turn's text at the start of the first user turn, for templates that refuse it.
         shuffle: a new order each epoch, a function of (seed, epoch); else file order.
         drop_last: drop an epoch's last short batch instead of training it.
+        ranking: which of the ranked `completions` of a row are compared: the best with the worst, or each with all that
+            rank below it.
         num_workers: tokenizing processes; 0: this one. The result does not depend on it.
     """
 
@@ -197,6 +221,7 @@ class DataConfig(Section):
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
     system_prompt: str | None = None
     fold_system: bool = False
+    ranking: Literal["best_worst", "all_pairs"] = "best_worst"
     shuffle: bool = True
     drop_last: bool = False
     num_workers: Annotated[NonNegativeInt, Field(le=256)] = 0

@@ -16,7 +16,7 @@ def fingerprints(
     algorithm: str, section: AlgorithmConfig, policy: LoadedModel, dataset: Dataset
 ) -> dict[str, Fingerprint]:
     """Of the model's architecture, tokenizer, chat template, data set, algorithm and parallel layout."""
-    config = {k: v for k, v in json.loads(policy.files["config.json"]).items() if k not in _COSMETIC}
+    config = {k: v for k, v in json.loads(policy.base_files["config.json"]).items() if k not in _COSMETIC}
     model, tokenizer = policy.model, policy.tokenizer
     size = f"hidden size {getattr(model.config, 'hidden_size', '?')}, {model.num_parameters():,} parameters"
     words = {name: data for name, data in sorted(policy.files.items()) if name.startswith(_TOKENIZER_FILES)}

@@ -310,9 +310,9 @@ class Head:
     nothing predicts, is 0.
 
     Attributes:
-        outputs: any of "logprobs", "entropy", "topk", "logits", "scalar". "topk" gives `topk_ids` and `topk_logprobs`
-            [rows, tokens, k]; "logits" [rows, tokens, vocabulary]; "scalar" needs a model with one label and gives one
-            number per token.
+        outputs: any of "logprobs", "entropy", "log_sum_sq_probs" (log Σ p² over the vocabulary), "topk", "logits",
+            "scalar". "topk" gives `topk_ids` and `topk_logprobs` [rows, tokens, k]; "logits"
+            [rows, tokens, vocabulary]; "scalar" needs a model with one label and gives one number per token.
         temperature: logits are divided by it.
         k: for "topk".
         inputs: name of the column of token ids to read.
@@ -329,14 +329,19 @@ class Loss(Protocol):
 
     Reductions divide by `norm`, which is `counts` summed over **all rows of one optimizer step**, so the gradient does
     not depend on how the rows were split, padded or packed. Columns come as tensors, token columns padded with zeros
-    on the right to [rows, tokens, ...].
+    on the right to [rows, tokens, ...]. The engine adds `attention_mask` [rows, tokens], 1 on the rows' own tokens.
 
     Attributes:
-        fields: names of the columns read.
+        fields: names of the columns read, besides `attention_mask`.
+        whole_step: the loss is no sum over groups (it sorts, for example): it must see all rows of an optimizer step
+            at once. The engine then runs the model twice, first for the outputs alone.
     """
 
     @property
     def fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def whole_step(self) -> bool: ...
 
     def counts(self, columns: Mapping[str, Tensor]) -> dict[str, float]: ...
 
@@ -368,10 +373,13 @@ class EngineSpec:
     Attributes:
         kind: "causal_lm", or "scalar" for one number per token (reward and value models).
         trained: a frozen engine has no optimizer and is not captured; its fingerprint is.
+        base_of: a frozen engine that is the named engine's model as it was before training: with LoRA a view of the
+            same model with its adapter off, else a second one.
     """
 
     kind: Literal["causal_lm", "scalar"] = "causal_lm"
     trained: bool = True
+    base_of: str | None = None
 
 
 class Engine(Saveable, Protocol):

@@ -1,7 +1,7 @@
 """Checkpoints: written in the background, committed atomically, proven on disk. Start reading at `manager.py`."""
 
 from surefoot.checkpoint.directory import CheckpointInfo
-from surefoot.checkpoint.export import export_weights
+from surefoot.checkpoint.export import export_merged, export_weights
 from surefoot.checkpoint.inspection import Description, Difference, describe, diff
 from surefoot.checkpoint.manager import CheckpointManager
 from surefoot.checkpoint.manifest import Fingerprint, Manifest, check_fingerprints, read_manifest
@@ -28,6 +28,7 @@ __all__ = [
     "describe",
     "die_with_parent",
     "diff",
+    "export_merged",
     "export_weights",
     "open_verified",
     "read_manifest",

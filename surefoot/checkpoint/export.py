@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +37,70 @@ def export_weights(checkpoint: Path, target: Path, dtype: str | None = None, com
         CheckpointError: there are no such weights, the target is in use, or a configuration file is not JSON.
         NonFiniteError: a value does not fit the dtype.
     """
+    target = _checked(target, dtype)
+    reader = open_verified(checkpoint).under(f"{component}/weights")
+    if not reader.files():
+        raise CheckpointError(f"{checkpoint} has no {component}/weights to export")
+    _check_configs(reader)
+    with _new_folder(target) as sink:
+        for name in reader.files():
+            _export_file(reader, sink, name, EXPORT_DTYPES[dtype] if dtype else None)
+    return target
+
+
+def export_merged(
+    checkpoint: Path,
+    target: Path,
+    merge: Callable[[LocalReader], tuple[Mapping[str, bytes], Mapping[str, torch.Tensor]]],
+    dtype: str | None = None,
+) -> Path:
+    """Write what `merge` makes of the checkpoint, its hashes checked, as a plain Hugging Face folder.
+
+    Args:
+        target, dtype: as for `export_weights`.
+        merge: gives the folder's small files, and the weights by name.
+
+    Raises:
+        CheckpointError, NonFiniteError: as for `export_weights`.
+    """
+    target = _checked(target, dtype)
+    files, tensors = merge(open_verified(checkpoint))
+    wanted = EXPORT_DTYPES[dtype] if dtype else None
+    with _new_folder(target) as sink:
+        for name, data in files.items():
+            if wanted is not None and name == "config.json":
+                sink.json(name, _with_dtype(json.loads(data), str(wanted).removeprefix("torch.")))
+            else:
+                sink.bytes(name, data)
+        cast = {name: t.to(wanted) if wanted and t.is_floating_point() else t for name, t in tensors.items()}
+        sink.tensors("model.safetensors", cast, {"format": "pt"})
+    return target
+
+
+def _checked(target: Path, dtype: str | None) -> Path:
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise CheckpointError(f"cannot export as {dtype!r}: expected one of {', '.join(EXPORT_DTYPES)}")
     target = target.absolute()
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not an empty folder: choose a new name for the export")
-    reader = open_verified(checkpoint).under(f"{component}/weights")
-    if not reader.files():
-        raise CheckpointError(f"{checkpoint} has no {component}/weights to export")
-    _check_configs(reader)
+    return target
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[LocalSink]:
+    """The folder appears under its name when the block ends well, and not at all when it does not."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.export_{os.getpid()}")
     storage.make_directory(temporary)
     try:
         sink = LocalSink(temporary)
-        for name in reader.files():
-            _export_file(reader, sink, name, EXPORT_DTYPES[dtype] if dtype else None)
+        yield sink
         sink.sync_directories()
         os.rename(temporary, target)  # noqa: PTH104 - onto an empty folder it replaces that folder
         storage.sync_directory(target.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return target
 
 
 def _export_file(reader: LocalReader, sink: LocalSink, name: str, dtype: torch.dtype | None) -> None:

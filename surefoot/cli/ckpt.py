@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from surefoot.checkpoint import CheckpointInfo, CheckpointManager, Verification
+    from surefoot.checkpoint.reader import LocalReader
 
 app = typer.Typer(help="Look at checkpoints, prove them, compare, prune and export them.", no_args_is_help=True)
 
@@ -129,14 +132,46 @@ def export(
     target: Path = typer.Argument(help="A new folder."),
     dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; default: as saved."),
     part: str = typer.Option("policy", help="Whose weights."),
+    merge: bool = typer.Option(False, "--merge", help="Add the adapter to its base and write the whole model."),
 ) -> None:
     """Copy the weights, proven, to a plain Hugging Face folder, in another dtype if asked."""
-    from surefoot.checkpoint.export import export_weights
+    from surefoot.checkpoint.export import export_merged, export_weights
 
-    typer.echo(f"exported to {export_weights(checkpoint, target, dtype, part)}")
+    if merge:
+        done = export_merged(checkpoint, target, lambda reader: _merged(reader, part), dtype)
+    else:
+        done = export_weights(checkpoint, target, dtype, part)
+    typer.echo(f"exported to {done}")
 
 
 # ------------------------------------------------------------------------------------------------------------ helpers
+
+
+def _merged(checkpoint: LocalReader, part: str) -> tuple[Mapping[str, bytes], Mapping[str, Tensor]]:
+    """The small files and the weights of the part's base with its adapter added."""
+    from surefoot.config import EngineConfig
+    from surefoot.config_file import load_config
+    from surefoot.engine import models
+    from surefoot.engine.folder import weights_by_name
+    from surefoot.errors import CheckpointError
+
+    reader = checkpoint.under(part)
+    if "weights/adapter_config.json" not in reader.files():
+        raise CheckpointError(f"{checkpoint.root} has no adapter in {part}/weights: nothing to merge")
+    config = load_config(checkpoint.local("config.yaml"))
+    section = getattr(config, part, None)
+    if not isinstance(section, EngineConfig):
+        raise CheckpointError(f"the configuration of {checkpoint.root} has no section {part} that names the base")
+    is_scalar = reader.json("weights/adapter_config.json")["task_type"] == "SEQ_CLS"
+    loaded = models.load_from_checkpoint(
+        reader,
+        section,
+        models.load_tokenizer_from_checkpoint(reader),
+        seed=config.seed,
+        kind="scalar" if is_scalar else "causal_lm",
+    )
+    whole = models.merged(loaded)
+    return whole.files, weights_by_name(whole.model)
 
 
 def _manager(folder: Path) -> CheckpointManager:

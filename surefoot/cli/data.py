@@ -22,7 +22,11 @@ def _group() -> None:
 def inspect(
     file: str = typer.Argument(help="A .jsonl, .json or .parquet file, a folder `datasets` saved, or a hub name."),
     model: str = typer.Option(..., help="Folder or hub name; only its tokenizer is loaded."),
-    rows: int = typer.Option(3, min=1, help="How many rows to show."),
+    rows: int = typer.Option(3, min=1, help="How many rows, or pairs, to show."),
+    pairs: bool | None = typer.Option(
+        None, "--pairs/--no-pairs", help="Whether the rows are preferences; default: as the first one looks."
+    ),
+    ranking: Literal["best_worst", "all_pairs"] = typer.Option("best_worst", help="Which ranked answers to compare."),
     max_length: int = typer.Option(512, min=1, help="policy.max_total_sequence_length"),
     train_on: Literal["all_assistant", "last_assistant"] = "all_assistant",
     prompt_format: Literal["auto", "chat", "plain"] = "auto",
@@ -40,11 +44,12 @@ def inspect(
     Exit status 1, with the reasons, when a row cannot be used or nothing can be trained.
     """
     from surefoot.config import DataConfig, DatasetConfig, EngineConfig, TokenizerConfig
+    from surefoot.data.pairs import looks_like_pairs
     from surefoot.data.prepare import prepare
     from surefoot.engine.models import load_tokenizer
 
     source = DatasetConfig(
-        path=file, split=split, columns=_pairs(columns), on_bad_row="skip" if skip_bad_rows else "error"
+        path=file, split=split, columns=_mapping(columns), on_bad_row="skip" if skip_bad_rows else "error"
     )
     data = DataConfig(
         train=source,
@@ -52,22 +57,24 @@ def inspect(
         prompt_format=prompt_format,
         system_prompt=system_prompt,
         fold_system=fold_system,
+        ranking=ranking,
         num_workers=num_workers,
     )
     tokenizer = load_tokenizer(EngineConfig(model_name=model, tokenizer=TokenizerConfig(chat_template=chat_template)))
-    dataset = prepare(source, data, tokenizer, max_length)
+    pairs = looks_like_pairs(source) if pairs is None else pairs
+    dataset = prepare(source, data, tokenizer, max_length, pairs=pairs)
     if as_json:
         typer.echo(json.dumps(_as_json(dataset, tokenizer, rows), ensure_ascii=False, indent=2))
     else:
         _show(dataset, tokenizer, rows, max_length)
 
 
-def _pairs(columns: list[str]) -> dict[str, str]:
-    pairs = dict(text.partition("=")[::2] for text in columns)
-    for ours, theirs in pairs.items():
+def _mapping(columns: list[str]) -> dict[str, str]:
+    mapping = dict(text.partition("=")[::2] for text in columns)
+    for ours, theirs in mapping.items():
         if not ours or not theirs:
             raise typer.BadParameter(f"--columns: expected ours=theirs, such as prompt=question, found {ours!r}")
-    return pairs
+    return mapping
 
 
 def _lengths(dataset: Dataset) -> dict[str, int]:
@@ -79,22 +86,25 @@ def _lengths(dataset: Dataset) -> dict[str, int]:
 def _as_json(dataset: Dataset, tokenizer: Any, rows: int) -> dict[str, Any]:
     from dataclasses import asdict
 
-    shown = [
-        {
-            "row_index": int(dataset.row_index[i]),
-            "text": tokenizer.decode(dataset.ids(i)),
-            "ids": dataset.ids(i).tolist(),
-            "loss_mask": dataset.loss_mask(i).int().tolist(),
-        }
-        for i in range(min(rows, len(dataset)))
-    ]
-    kept = {"kept": len(dataset), "tokens": len(dataset.tokens), "trained_tokens": int(dataset.trained.sum())}
+    def side(i: int) -> dict[str, Any]:
+        ids, mask = dataset.ids(i), dataset.loss_mask(i)
+        return {"text": tokenizer.decode(ids), "ids": ids.tolist(), "loss_mask": mask.int().tolist()}
+
+    shown: list[dict[str, Any]] = []
+    for group in range(min(rows, dataset.num_groups)):
+        first = group * dataset.group_size
+        entry: dict[str, Any] = {"row_index": int(dataset.row_index[first])}
+        if dataset.margins is not None:
+            entry["margin"] = float(dataset.margins[first])
+        sides = {"chosen": side(first), "rejected": side(first + 1)} if dataset.group_size == 2 else side(first)
+        shown.append(entry | sides)
+    kept = {"kept": dataset.num_groups, "tokens": len(dataset.tokens), "trained_tokens": int(dataset.trained.sum())}
     return {
         "name": dataset.name,
         "fingerprint": dataset.fingerprint,
         "counts": kept | asdict(dataset.counts),
         "lengths": _lengths(dataset),
-        "rows": shown,
+        "pairs" if dataset.group_size == 2 else "rows": shown,
     }
 
 
@@ -103,19 +113,20 @@ def _show(dataset: Dataset, tokenizer: Any, rows: int, max_length: int) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    counts, shown = dataset.counts, range(min(rows, len(dataset)))
+    counts, shown = dataset.counts, range(min(rows, dataset.num_groups) * dataset.group_size)
     console.print(Text.assemble("tokens: ", ("trained", "bold green"), (" context ", "dim"), ("padding", "red")))
     width = max(int(dataset.lengths[i]) for i in shown)
     for i in shown:
-        line = Text(f"row {int(dataset.row_index[i])}: ", style="bold")
+        line = Text(f"row {int(dataset.row_index[i])}{_side(dataset, i)}: ", style="bold")
         for token, trained in zip(dataset.ids(i).tolist(), dataset.loss_mask(i).tolist(), strict=True):
             line.append(tokenizer.decode([token]).replace("\n", "↵\n"), style="bold green" if trained else "dim")
             line.append("|", style="bright_black")
         if padding := width - int(dataset.lengths[i]):
             line.append(f" + {padding} padding", style="red")
         console.print(line)
-    console.print(Text("first example, as text:", style="bold"))
-    console.print(Text(tokenizer.decode(dataset.ids(0))))
+    for i in range(dataset.group_size):
+        console.print(Text(f"first example, as text{_side(dataset, i)}:", style="bold"))
+        console.print(Text(tokenizer.decode(dataset.ids(i))))
     lengths = ", ".join(f"{name} {value}" for name, value in _lengths(dataset).items())
     console.print(Text(f"lengths in tokens: {lengths}; longest before cutting at {max_length}: {counts.longest}"))
     console.print(Text(f"cut: {counts.truncated}"))
@@ -123,3 +134,10 @@ def _show(dataset: Dataset, tokenizer: Any, rows: int, max_length: int) -> None:
         for reason, number in reasons.items():
             console.print(Text(f"{name}: {number} × {reason}", style="yellow"))
     console.print(Text(f"{dataset.description}\nfingerprint {dataset.fingerprint}"))
+
+
+def _side(dataset: Dataset, i: int) -> str:
+    if dataset.group_size == 1:
+        return ""
+    margin = "" if dataset.margins is None else f" (margin {float(dataset.margins[i]):g})"
+    return f", {'rejected' if i % 2 else 'chosen'}{margin}"

@@ -12,22 +12,23 @@ from surefoot.seeds import derive_seed
 
 @dataclass
 class Cursor:
-    """Walks over `num_rows` rows, `rows_per_step` at a time, epoch by epoch.
+    """Walks over `num_groups` groups (rows that belong together: a pair, or a single row), `groups_per_step` at a time,
+    epoch by epoch.
 
     A step never spans two epochs. An epoch's last short batch is handed out as it is, or left out with `drop_last`. All
     that must be saved is `epoch` and `offset`.
 
     Attributes:
-        epoch: passes begun, from 0, at the last row handed out.
-        offset: rows of this epoch handed out; after an epoch's last row it stays there until the next step.
+        epoch: passes begun, from 0, at the last group handed out.
+        offset: groups of this epoch handed out; after an epoch's last it stays there until the next step.
 
-    >>> cursor = Cursor(5, rows_per_step=2, seed=0, shuffle=False)
+    >>> cursor = Cursor(5, groups_per_step=2, seed=0, shuffle=False)
     >>> [cursor.take()[2].tolist() for _ in range(4)]
     [[0, 1], [2, 3], [4], [0, 1]]
     """
 
-    num_rows: int
-    rows_per_step: int
+    num_groups: int
+    groups_per_step: int
     seed: int
     shuffle: bool = True
     drop_last: bool = False
@@ -37,27 +38,27 @@ class Cursor:
 
     @property
     def steps_per_epoch(self) -> int:
-        whole, rest = divmod(self.num_rows, self.rows_per_step)
+        whole, rest = divmod(self.num_groups, self.groups_per_step)
         return whole + (rest > 0 and not self.drop_last)
 
     @property
     def epoch_is_done(self) -> bool:
-        left = self.num_rows - self.offset
-        return left < (self.rows_per_step if self.drop_last else 1)
+        left = self.num_groups - self.offset
+        return left < (self.groups_per_step if self.drop_last else 1)
 
     def take(self) -> tuple[int, int, Tensor]:
-        """The next step: its epoch, the draw number of its first row in that epoch, and its rows' indices [rows]."""
+        """The next step: its epoch, its first group's draw number in that epoch, and its groups' indices [groups]."""
         if self.epoch_is_done:
             self.epoch, self.offset = self.epoch + 1, 0
         draw = self.offset
-        self.offset = min(draw + self.rows_per_step, self.num_rows)
+        self.offset = min(draw + self.groups_per_step, self.num_groups)
         return self.epoch, draw, self.order(self.epoch)[draw : self.offset]
 
     def order(self, epoch: int) -> Tensor:
-        """All row indices in the order of this epoch, int64 [num_rows]."""
+        """All groups' indices in the order of this epoch, int64 [num_groups]."""
         if not self.shuffle:
-            return torch.arange(self.num_rows)
+            return torch.arange(self.num_groups)
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
-            self._order = (epoch, torch.randperm(self.num_rows, generator=generator))
+            self._order = (epoch, torch.randperm(self.num_groups, generator=generator))
         return self._order[1]

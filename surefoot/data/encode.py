@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from surefoot.data.chat import ChatTemplate, Span, with_system
-from surefoot.data.rows import BadRow, Row, RowError
+from surefoot.data.rows import BadRow, Preference, Row, RowError
 from surefoot.errors import ModelError
 
 if TYPE_CHECKING:
@@ -29,11 +29,13 @@ class Encoded:
         ids: int32 [tokens].
         mask: bool [tokens], true where the token is trained; never the first: nothing predicts it.
         length: tokens before cutting.
+        margin: of the pair that it belongs to, where that has one.
     """
 
     ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
     length: int
+    margin: float | None = None
 
 
 Outcome = BadRow | list[Encoded]
@@ -73,9 +75,10 @@ class Encoder:
             control = {token.content for token in added if token.special} | set(texts.values())
             self._chat = ChatTemplate(tokenizer.chat_template, special, sorted(control))
 
-    def encode(self, row: Row | BadRow) -> Outcome:
+    def encode(self, row: Row | Preference | BadRow) -> Outcome:
         """The row's sequences: none without an assistant turn to train, several where the chat template rewrites
-        earlier turns; or why it cannot be used. A row that is bad already stays as it is.
+        earlier turns; or why it cannot be used. A row that is bad already stays as it is. Of preferences: chosen,
+        rejected, and so on for each pair.
 
         Raises:
             ModelError: the tokenizer has no chat template for chats, or no end-of-sequence token for texts.
@@ -83,6 +86,8 @@ class Encoder:
         if isinstance(row, BadRow):
             return row
         try:
+            if isinstance(row, Preference):
+                return self._pairs(row)
             found = [self._text(row)] if row.messages is None else self._chat_texts(row, row.messages)
         except RowError as error:
             return error.at(row.where)
@@ -157,8 +162,33 @@ class Encoder:
         ids.append(self._eos)
         return ids, [i >= first for i in range(len(ids))]
 
-    def _cut(self, ids: list[int], mask: list[bool]) -> Encoded:
+    def _pairs(self, row: Preference) -> list[Encoded]:
+        """The sides of a pair begin with the same tokens, the prompt's. Of a chat these are what a generator is given,
+        whatever the answer. In joined texts, a token across the end of the prompt on one side may be several on the
+        other, so both are trained from the first token on that is not the prompt's, or not the same, on either."""
+        sides = [self._side(answer) for answer in row.answers]
+        found: list[Encoded] = []
+        for pair in row.pairs:
+            both = [sides[i] for i in pair]
+            if row.answers[0].messages is None:
+                token_by_token = zip(zip(*both[0], strict=True), zip(*both[1], strict=True), strict=False)
+                start = next(i for i, (x, y) in enumerate(token_by_token) if x != y or x[1])
+                both = [(ids, [i >= start for i in range(len(ids))]) for ids, _ in both]
+            found += [self._cut(ids, mask, row.margin) for ids, mask in both]
+        return found
+
+    def _side(self, row: Row) -> Tokens:
+        texts = [self._text(row)] if row.messages is None else self._chat_texts(row, row.messages)
+        if len(texts) != 1:
+            raise RowError(
+                "answer of several texts",
+                f"the chat template rewrites earlier turns, so that an answer of several turns becomes {len(texts)} "
+                "texts, which cannot be one side of a pair; `train_on: last_assistant` trains the last turn alone",
+            )
+        return texts[0]
+
+    def _cut(self, ids: list[int], mask: list[bool], margin: float | None = None) -> Encoded:
         kept = np.array(ids[: self._max_length], np.int32)
         trained = np.array(mask[: self._max_length], np.bool_)
         trained[:1] = False
-        return Encoded(kept, trained, len(ids))
+        return Encoded(kept, trained, len(ids), margin)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -19,7 +20,8 @@ from torch import Tensor
 from surefoot.config import DataConfig, DatasetConfig
 from surefoot.data.datasets import read
 from surefoot.data.encode import Encoded, Encoder, Outcome
-from surefoot.data.rows import BadRow, Row, RowChecker
+from surefoot.data.pairs import PairChecker
+from surefoot.data.rows import BadRow, Preference, Row, RowChecker
 from surefoot.data.workers import encode_chunks
 from surefoot.errors import DataError
 
@@ -36,10 +38,11 @@ class Counts:
 
     Attributes:
         rows: rows read.
-        split: chats that became several sequences, because their template rewrites earlier turns.
+        split: chats that became several sequences, because their template rewrites earlier turns; rows of preferences
+            that became several pairs.
         truncated: sequences that were cut at the length limit, those dropped for it included.
         longest: tokens of the longest sequence, before cutting.
-        dropped: rows or sequences without anything to train, by reason.
+        dropped: rows, sequences or pairs without anything to train, by reason.
         skipped: bad rows left out (`on_bad_row: skip`), by reason.
     """
 
@@ -53,7 +56,8 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Token sequences and their loss masks, in file order, in flat arrays.
+    """Token sequences and their loss masks, in file order, in flat arrays. Of preferences, each chosen sequence is
+    followed by the rejected one: sequences 2 i and 2 i + 1 are pair i.
 
     Attributes:
         name: the path as configured.
@@ -63,6 +67,8 @@ class Dataset:
         row_index: int64 [sequences]; the row in the file each comes from, counted from 0.
         fingerprint: of tokens, masks and row indices. These follow from the rows and from every option of the encoding,
             so a change of either that makes a difference changes it, and moving the file does not.
+        group_size: sequences that belong together: 2 of preferences, else 1.
+        margins: float32 [sequences], of the pair that each belongs to; `None` where the file has none.
     """
 
     name: str
@@ -72,9 +78,15 @@ class Dataset:
     row_index: Tensor
     counts: Counts
     fingerprint: str
+    group_size: int = 1
+    margins: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.row_index)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self) // self.group_size
 
     def ids(self, i: int) -> Tensor:
         """int64 [tokens]."""
@@ -94,8 +106,11 @@ class Dataset:
         """One line for people."""
         c = self.counts
         trained = int(self.trained.sum())
-        parts = [f"{self.name}: {len(self)} of {c.rows} rows, {len(self.tokens)} tokens, {trained} of them trained"]
-        parts += [f"{c.split} chats split by turn"] if c.split else []
+        kept, split = f"{len(self)} of {c.rows} rows", "chats split by turn"
+        if self.group_size == 2:
+            kept, split = f"{self.num_groups} pairs from {c.rows} rows", "rows of several pairs"
+        parts = [f"{self.name}: {kept}, {len(self.tokens)} tokens, {trained} of them trained"]
+        parts += [f"{c.split} {split}"] if c.split else []
         parts += [f"{c.truncated} cut at the length limit (longest: {c.longest} tokens)"] if c.truncated else []
         parts += [f"{_reasons(c.dropped)} dropped"] if c.dropped else []
         parts += [f"{_reasons(c.skipped)} skipped"] if c.skipped else []
@@ -103,7 +118,13 @@ class Dataset:
 
 
 def prepare(
-    config: DatasetConfig, data: DataConfig, tokenizer: Any, max_length: int, progress: Progress | None = None
+    config: DatasetConfig,
+    data: DataConfig,
+    tokenizer: Any,
+    max_length: int,
+    progress: Progress | None = None,
+    *,
+    pairs: bool = False,
 ) -> Dataset:
     """Read and encode a whole data set.
 
@@ -111,6 +132,7 @@ def prepare(
         tokenizer: a Hugging Face fast tokenizer whose `chat_template` is the one to use.
         max_length: tokens of a row; the rest is cut off at the right.
         progress: called now and then with the rows done and their number.
+        pairs: the rows are preferences.
 
     Raises:
         DataError: the file cannot be read, rows are bad, or nothing is left to train on.
@@ -120,6 +142,8 @@ def prepare(
     template = tokenizer.chat_template
     as_chat = data.prompt_format == "chat" or (data.prompt_format == "auto" and template is not None)
     checker = RowChecker(config.columns, as_chat=as_chat)
+    if pairs:
+        checker = PairChecker(config.columns, as_chat=as_chat, ranking=data.ranking)
     raw, total = read(config)
     outcomes: list[Outcome] = []
     with closing(encode_chunks(_chunks(raw, checker), encoder, data.num_workers)) as results:
@@ -127,7 +151,7 @@ def prepare(
             outcomes += encoded
             if progress is not None:
                 progress(len(outcomes), total)
-    dataset = _assemble(config, outcomes, max_length)
+    dataset = _assemble(config, outcomes, max_length, group_size=2 if pairs else 1)
     if not checker.saw_chats and (data.system_prompt is not None or data.fold_system):
         _log.warning("%s: no row is a chat: data.system_prompt and data.fold_system have no effect", config.path)
     if checker.saw_tools and "tools" not in str(template):
@@ -135,12 +159,12 @@ def prepare(
     return dataset
 
 
-def _chunks(raw: Iterator[tuple[str, Any]], checker: RowChecker) -> Iterator[list[Row | BadRow]]:
+def _chunks(raw: Iterator[tuple[str, Any]], checker: RowChecker) -> Iterator[list[Row | Preference | BadRow]]:
     while some := list(islice(raw, _CHUNK_ROWS)):
         yield [checker.check(where, value) for where, value in some]
 
 
-def _assemble(config: DatasetConfig, outcomes: list[Outcome], max_length: int) -> Dataset:
+def _assemble(config: DatasetConfig, outcomes: list[Outcome], max_length: int, group_size: int) -> Dataset:
     bad = [outcome for outcome in outcomes if isinstance(outcome, BadRow)]
     counts = Counts(len(outcomes), skipped=dict(Counter(row.reason for row in bad)))
     dropped: Counter[str] = Counter()
@@ -149,31 +173,45 @@ def _assemble(config: DatasetConfig, outcomes: list[Outcome], max_length: int) -
     for index, outcome in enumerate(outcomes):
         if isinstance(outcome, BadRow):
             continue
-        counts.split += len(outcome) > 1
-        dropped["no assistant turn to train"] += not outcome
-        for sequence in outcome:
-            cut = sequence.length > max_length
-            counts.longest = max(counts.longest, sequence.length)
-            counts.truncated += cut
-            if sequence.mask.any():
-                kept.append(sequence)
-                rows.append(index)
+        counts.split += len(outcome) > group_size
+        dropped["no assistant turn to train" if group_size == 1 else "all ranks tied"] += not outcome
+        for start in range(0, len(outcome), group_size):
+            group = outcome[start : start + group_size]
+            counts.longest = max(counts.longest, *(sequence.length for sequence in group))
+            counts.truncated += sum(sequence.length > max_length for sequence in group)
+            reason = _nothing_to_learn(group, max_length)
+            if reason:
+                dropped[reason] += 1
             else:
-                dropped[f"nothing to train within {max_length} tokens" if cut else "nothing to train"] += 1
+                kept += group
+                rows += [index] * group_size
     counts.dropped = dict(+dropped)
     listed = _refuse_or_list(config, bad, counts, len(kept))
     tokens = np.concatenate([sequence.ids for sequence in kept])
     trained = np.concatenate([sequence.mask for sequence in kept])
     offsets = np.cumsum([0, *(len(sequence.ids) for sequence in kept)], dtype=np.int64)
-    arrays = (tokens, trained, offsets, np.array(rows, np.int64))
+    arrays: list[npt.NDArray[Any]] = [tokens, trained, offsets, np.array(rows, np.int64)]
+    margins = [sequence.margin for sequence in kept if sequence.margin is not None]
+    if margins:
+        arrays.append(np.array(margins, np.float32))
     digest = xxhash.xxh3_128()
     for array in arrays:
         digest.update(array.tobytes())
     flat = [torch.from_numpy(array) for array in arrays]
-    dataset = Dataset(config.path, flat[0], flat[1], flat[2], flat[3], counts, digest.hexdigest())
+    fingerprint, last = digest.hexdigest(), flat[4] if margins else None
+    dataset = Dataset(config.path, flat[0], flat[1], flat[2], flat[3], counts, fingerprint, group_size, last)
     if counts.dropped or counts.skipped:
         _log.warning("%s", "\n".join([dataset.description, *listed]))
     return dataset
+
+
+def _nothing_to_learn(group: Sequence[Encoded], max_length: int) -> str:
+    """Why a sequence, or a pair of them, could not change a model; empty where it can."""
+    within = f" within {max_length} tokens" if any(s.length > max_length for s in group) else ""
+    if not all(sequence.mask.any() for sequence in group):
+        return f"nothing to train{within}"
+    same = len(group) == 2 and np.array_equal(group[0].ids, group[1].ids)
+    return f"both sides the same{within}" if same else ""
 
 
 def _refuse_or_list(config: DatasetConfig, bad: list[BadRow], counts: Counts, num_kept: int) -> list[str]:

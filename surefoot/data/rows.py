@@ -1,7 +1,8 @@
 """What one row of a data file must look like, and the exact reason when it does not.
 
-Three kinds of rows exist: `messages` (with optional `tools`), `prompt` + `completion`, and `text`. The first row fixes
-the kind for the whole file, and where it has the columns of several kinds, the first of that list counts.
+Three kinds of rows exist: `messages` (with optional `tools`), `prompt` + `completion`, and `text`; `pairs` has further
+ones. The first row fixes the kind for the whole file, and where it has the columns of several kinds, the first of that
+list counts.
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ import difflib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from surefoot.errors import ConfigError
 
-_KINDS: dict[str, tuple[str, ...]] = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
-_COLUMNS = ("messages", "tools", "prompt", "completion", "text")
 _JSON_NAMES = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
-_EXPECTED = "`messages`, or `prompt` and `completion`, or `text`"
 
 
 class RowError(Exception):
@@ -66,40 +64,75 @@ class Row:
     completion: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """One checked row of preferences.
+
+    Attributes:
+        answers: one prompt with each of its answers.
+        pairs: which of them are compared, by index: the chosen one, the rejected one. None where all ranks are tied.
+        margin: by how much the chosen one should win, where the file says so.
+    """
+
+    where: str
+    answers: list[Row]
+    pairs: list[tuple[int, int]]
+    margin: float | None = None
+
+
 class RowChecker:
     """Checks the rows of one file. `as_chat`: strings in `prompt` and `completion` become two turns of a chat."""
 
+    kinds: ClassVar[dict[str, tuple[str, ...]]] = {
+        "messages": ("messages",),
+        "prompt": ("prompt", "completion"),
+        "text": ("text",),
+    }
+    names: ClassVar[tuple[str, ...]] = ("messages", "tools", "prompt", "completion", "text")
+    expected: ClassVar[str] = "`messages`, or `prompt` and `completion`, or `text`"
+
     def __init__(self, columns: Mapping[str, str], *, as_chat: bool) -> None:
         for name in columns:
-            if name not in _COLUMNS:
-                raise ConfigError(f"columns: found {name!r}, expected our names on the left: {', '.join(_COLUMNS)}")
+            if name not in self.names:
+                raise ConfigError(f"columns: found {name!r}, expected our names on the left: {', '.join(self.names)}")
         self._columns = columns
         self._as_chat = as_chat
-        self._kind = _kind_of(columns)
+        self._kind = self._kind_of(columns)
         self.saw_chats = self.saw_tools = False
 
-    def check(self, where: str, value: Any) -> Row | BadRow:
+    def check(self, where: str, value: Any) -> Row | Preference | BadRow:
         """`value`: one that `datasets.read` gave, which may be a `RowError`."""
         try:
             if isinstance(value, RowError):
                 raise value
-            return self._row(where, value)
+            return self._row(where, self._fields(value))
         except RowError as error:
             return error.at(where)
 
-    def _row(self, where: str, value: Any) -> Row:
+    def _fields(self, value: Any) -> dict[str, Any]:
+        """The row's columns by our names, with all that its kind needs."""
         if not isinstance(value, dict):
-            raise RowError("not an object", f"expected an object with {_EXPECTED}, found {describe(value)}")
-        fields = {ours: value[self._theirs(ours)] for ours in _COLUMNS if self._theirs(ours) in value}
+            raise RowError("not an object", f"expected an object with {self.expected}, found {describe(value)}")
+        fields = {ours: value[self._theirs(ours)] for ours in self.names if self._theirs(ours) in value}
         found = ", ".join(map(repr, value)) or "(none)"
-        self._kind = self._kind or _kind_of(fields)
+        self._kind = self._kind or self._kind_of(fields)
         if self._kind is None:
-            hint = "`columns: {prompt: their_name, completion: their_name}` maps other names"
-            raise RowError("missing key", f"expected {_EXPECTED}, found the keys {found}; {hint}")
-        for name in _KINDS[self._kind]:
+            hint = self._hint(value)
+            raise RowError("missing key", f"expected {self.expected}, found the keys {found}; {hint}")
+        for name in self.kinds[self._kind]:
             if name not in fields:
                 hint = "" if name in self._columns else f"; `columns: {{{name}: their_name}}` maps another name"
                 raise RowError("missing key", f"missing key {self._label(name)}, found the keys {found}{hint}")
+        return fields
+
+    def _hint(self, value: dict[str, Any]) -> str:
+        """What to do about a row of no kind."""
+        return "`columns: {prompt: their_name, completion: their_name}` maps other names"
+
+    def _kind_of(self, names: Collection[str]) -> str | None:
+        return next((kind for kind, needed in self.kinds.items() if not set(needed).isdisjoint(names)), None)
+
+    def _row(self, where: str, fields: dict[str, Any]) -> Row | Preference:
         if self._kind == "text":
             return Row(where, completion=self._string("text", fields["text"]))
         if self._kind == "messages":
@@ -110,6 +143,11 @@ class RowChecker:
         else:
             asked = self._turns("prompt", fields["prompt"], "user")
             answered = self._turns("completion", fields["completion"], "assistant")
+        return self._chat(where, asked, answered, fields)
+
+    def _chat(
+        self, where: str, asked: list[dict[str, Any]], answered: list[dict[str, Any]], fields: dict[str, Any]
+    ) -> Row:
         tools = self._tools(fields.get("tools"))
         self.saw_chats, self.saw_tools = True, self.saw_tools or tools is not None
         return Row(where, asked + answered, len(answered), tools)
@@ -120,19 +158,23 @@ class RowChecker:
     def _label(self, name: str) -> str:
         return f"{self._theirs(name)!r}" + (f" (the {name})" if self._theirs(name) != name else "")
 
-    def _string(self, name: str, value: Any, expected: str = "a string", *, may_be_empty: bool = False) -> str:
-        text: str = _expect(name, self._label(name), value, str, expected)
+    def _string(
+        self, name: str, value: Any, expected: str = "a string", *, may_be_empty: bool = False, label: str = ""
+    ) -> str:
+        label = label or self._label(name)
+        text: str = expect(name, label, value, str, expected)
         if not text and not may_be_empty:
-            raise RowError(f"empty {name}", f"field {self._label(name)}: expected text, found an empty string")
-        _check_plain(name, self._label(name), text)
+            raise RowError(f"empty {name}", f"field {label}: expected text, found an empty string")
+        _check_plain(name, label, text)
         return text
 
-    def _turns(self, name: str, value: Any, role: str | None) -> list[dict[str, Any]]:
+    def _turns(self, name: str, value: Any, role: str | None, label: str = "") -> list[dict[str, Any]]:
         """A list of messages, or where a `role` is given a string, which becomes its one turn."""
+        label = label or self._label(name)
         if role is not None and not isinstance(value, list):
-            return [{"role": role, "content": self._string(name, value, "a string or a list of messages")}]
-        label = self._label(name)
-        _expect(name, label, value, list, "a list of messages")
+            text = self._string(name, value, "a string or a list of messages", label=label)
+            return [{"role": role, "content": text}]
+        expect(name, label, value, list, "a list of messages")
         if not value:
             raise RowError(f"empty {name}", f"field {label}: expected at least one message, found an empty list")
         messages = [_message(name, f"{label}[{i}]", message) for i, message in enumerate(value)]
@@ -146,32 +188,28 @@ class RowChecker:
             tools = _inner_json("tools", label, tools)
         if tools is None or tools == []:
             return None
-        for tool in _expect("tools", label, tools, list, "a list of objects"):
-            _expect("tools", label, tool, dict, "a list of objects")
+        for tool in expect("tools", label, tools, list, "a list of objects"):
+            expect("tools", label, tool, dict, "a list of objects")
         _check_plain("tools", label, tools)
         return list(tools)
 
 
-def _kind_of(names: Collection[str]) -> str | None:
-    return next((kind for kind, needed in _KINDS.items() if not set(needed).isdisjoint(names)), None)
-
-
 def _message(name: str, label: str, value: Any) -> dict[str, Any]:
-    _expect(name, label, value, dict, "an object with role and content")
+    expect(name, label, value, dict, "an object with role and content")
     message = {key: item for key, item in value.items() if item is not None}
-    role = _expect(name, f"{label}.role", message.get("role"), str, "a string")
+    role = expect(name, f"{label}.role", message.get("role"), str, "a string")
     if not role or (role != "assistant" and difflib.get_close_matches(role.lower(), ["assistant"], cutoff=0.8)):
         raise RowError("misspelt role", f"field {label}.role: expected 'user', 'assistant' …, found {role!r}")
     calls = message.get("tool_calls")
     if calls:
-        _expect(name, f"{label}.tool_calls", calls, list, "a list of objects")
+        expect(name, f"{label}.tool_calls", calls, list, "a list of objects")
         message["tool_calls"] = [_tool_call(name, f"{label}.tool_calls", call) for call in calls]
     if "content" not in message and calls:
         return message
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(b, dict) and isinstance(b.get("text"), str) for b in content):
         content = "".join(block["text"] for block in content)  # templates for text would print such a list as code
-    message["content"] = _expect(name, f"{label}.content", content, str, "a string or text blocks")
+    message["content"] = expect(name, f"{label}.content", content, str, "a string or text blocks")
     if not content and not calls and role == "assistant":
         raise RowError(f"empty {name}", f"field {label}.content: expected text, found an empty string")
     return message
@@ -179,7 +217,7 @@ def _message(name: str, label: str, value: Any) -> dict[str, Any]:
 
 def _tool_call(name: str, label: str, call: Any) -> dict[str, Any]:
     """Arguments that are JSON text become objects: templates write them as JSON themselves, and would quote twice."""
-    _expect(name, label, call, dict, "a list of objects")
+    expect(name, label, call, dict, "a list of objects")
     if isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(name, label, call["function"])}
     if isinstance(call.get("arguments"), str):
@@ -187,7 +225,7 @@ def _tool_call(name: str, label: str, call: Any) -> dict[str, Any]:
     return dict(call)
 
 
-def _expect(name: str, label: str, value: Any, kind: type, expected: str) -> Any:
+def expect(name: str, label: str, value: Any, kind: type, expected: str) -> Any:
     if not isinstance(value, kind):
         raise RowError(f"wrong type in {name}", f"field {label}: expected {expected}, found {describe(value)}")
     return value

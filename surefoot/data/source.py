@@ -21,10 +21,12 @@ class DatasetSource:
     """A `surefoot.types.Source` over a `Dataset`.
 
     Each row of a batch gets three columns: `input_ids` (int64, ragged), `loss_mask` (float32, aligned with the tokens:
-    1 where the token is trained) and `row_index` (int64 [rows], the row's place in the file, from 0).
+    1 where the token is trained) and `row_index` (int64 [rows], the row's place in the file, from 0). Preferences come
+    as pairs of rows, the chosen one ("…_g0") before the rejected one ("…_g1"), with `margin` (float32 [rows], that of
+    the pair) where the file has it.
 
     Raises:
-        ConfigError: `drop_last` leaves no batch in an epoch.
+        ConfigError: `drop_last` leaves no batch in an epoch, or a step does not hold whole pairs.
     """
 
     def __init__(
@@ -39,7 +41,8 @@ class DatasetSource:
         drop_last: bool = False,
     ) -> None:
         self._dataset, self._plane, self._max_epochs = dataset, plane, max_epochs
-        self._cursor = Cursor(len(dataset), rows_per_step, seed, shuffle, drop_last)
+        per_step = _whole_groups(dataset, rows_per_step, "policy.train_global_batch_size")
+        self._cursor = Cursor(dataset.num_groups, per_step, seed, shuffle, drop_last)
         # What the meaning of an offset depends on.
         self._identity = {"dataset": dataset.fingerprint, "seed": seed, "shuffle": shuffle}
         if self._cursor.steps_per_epoch == 0:
@@ -75,9 +78,8 @@ class DatasetSource:
         poll()
         if self.exhausted:
             return None
-        epoch, draw, rows = self._cursor.take()
-        groups = [f"e{epoch}_d{draw + i}" for i in range(len(rows))]
-        return _put(self._dataset, self._plane, rows, groups)
+        epoch, draw, indices = self._cursor.take()
+        return _put(self._dataset, self._plane, indices, [f"e{epoch}_d{draw + i}" for i in range(len(indices))])
 
     def retire(self, ref: BatchRef, live: Future[int]) -> None:
         self._plane.drop(ref)
@@ -110,23 +112,41 @@ class DatasetSource:
 
 
 def iterate(dataset: Dataset, plane: DataPlane, rows_per_batch: int) -> Iterator[BatchRef]:
-    """All rows once, in file order, for validation. A batch is dropped when the next one is asked for."""
-    for start in range(0, len(dataset), rows_per_batch):
-        rows = torch.arange(start, min(start + rows_per_batch, len(dataset)))
-        ref = _put(dataset, plane, rows, [f"v{dataset.fingerprint}_d{i}" for i in rows.tolist()])
+    """All rows once, in file order, for validation. A batch is dropped when the next one is asked for.
+
+    Raises:
+        ConfigError: a batch does not hold whole pairs.
+    """
+    per_batch = _whole_groups(dataset, rows_per_batch, "val_batch_size")
+    for start in range(0, dataset.num_groups, per_batch):
+        indices = torch.arange(start, min(start + per_batch, dataset.num_groups))
+        ref = _put(dataset, plane, indices, [f"v{dataset.fingerprint}_d{i}" for i in indices.tolist()])
         try:
             yield ref
         finally:
             plane.drop(ref)
 
 
-def _put(dataset: Dataset, plane: DataPlane, rows: Tensor, groups: list[str]) -> BatchRef:
+def _whole_groups(dataset: Dataset, rows: int, setting: str) -> int:
+    groups, rest = divmod(rows, dataset.group_size)
+    if rest:
+        raise ConfigError(f"{setting}: {rows} rows do not hold whole pairs of {dataset.name}: expected an even number")
+    return groups
+
+
+def _put(dataset: Dataset, plane: DataPlane, indices: Tensor, groups: list[str]) -> BatchRef:
+    """`indices` [groups]: which groups of the data set, and `groups`: what they are called in the batch."""
+    size = dataset.group_size
+    rows = (indices[:, None] * size + torch.arange(size)).flatten()
     ids = [dataset.ids(i) for i in rows.tolist()]
     columns: dict[str, Column] = {
         "input_ids": ids,
         "loss_mask": [dataset.loss_mask(i) for i in rows.tolist()],
         "row_index": dataset.row_index[rows],
     }
+    if dataset.margins is not None:
+        columns["margin"] = dataset.margins[rows]
+    names = tuple(f"{group}_g{i}" for group in groups for i in range(size))
+    members = tuple(group for group in groups for _ in range(size))
     lengths = tuple(len(row) for row in ids)
-    ref = BatchRef(tuple(f"{g}_g0" for g in groups), tuple(groups), lengths, (0,) * len(ids), frozenset())
-    return plane.put(ref, columns)
+    return plane.put(BatchRef(names, members, lengths, (0,) * len(ids), frozenset()), columns)

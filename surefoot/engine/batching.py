@@ -22,7 +22,7 @@ class MicroBatch:
         ids: their row ids.
         input_ids: [rows, tokens], zeros on the right. What pads is told by `lengths`, never by a token's id.
         lengths: [rows].
-        columns: what the loss reads; token columns are [rows, tokens, ...].
+        columns: what the loss reads, and `attention_mask`; token columns are [rows, tokens, ...].
     """
 
     rows: tuple[int, ...]
@@ -89,11 +89,13 @@ def _collate(
         for name, column in columns.items()
         if len(column) and not isinstance(column[0], str)
     }
+    own = torch.tensor([lengths[row] for row in rows], device=device)
+    padded["attention_mask"] = torch.arange(padded[inputs].shape[1], device=device) < own[:, None]
     return MicroBatch(
         rows=tuple(rows),
         ids=tuple(ref.ids[row] for row in rows),
         input_ids=padded[inputs],
-        lengths=torch.tensor([lengths[row] for row in rows], device=device),
+        lengths=own,
         columns=padded,
     )
 
@@ -106,3 +108,13 @@ def _padded(name: str, column: Column, rows: Sequence[int], lengths: Sequence[in
         if len(values) != lengths[row]:
             raise ValueError(f"column {name!r} of row {ref.ids[row]!r} has {len(values)} tokens, not {lengths[row]}")
     return pad_sequence(chosen, batch_first=True)  # type: ignore[arg-type]
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows of several micro-batches as one, token tensors padded to the widest."""
+    return {
+        name: torch.cat([part[name] for part in parts])
+        if parts[0][name].ndim == 1
+        else pad_sequence([row for part in parts for row in part[name]], batch_first=True)
+        for name in parts[0]
+    }

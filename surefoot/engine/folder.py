@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from surefoot.engine.lora import ADAPTER_CONFIG
 from surefoot.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +48,7 @@ def small_files(model: Any, tokenizer: Any, generation_config: bytes | None) -> 
                 f"the model's configuration or tokenizer cannot be saved and read again, so no checkpoint could be "
                 f"loaded: {error}"
             ) from error
-        _require_same(tokenizer, again, model.config.model_type)
+        _require_same(tokenizer, again, f"a model of type {model.config.model_type}")
         root = Path(folder)
         files = {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
     files.pop(GENERATION_FILE, None)
@@ -55,6 +59,39 @@ def small_files(model: Any, tokenizer: Any, generation_config: bytes | None) -> 
     return files
 
 
+def adapter_files(files: Mapping[str, bytes], adapter_config: bytes, tokenizer: Any) -> dict[str, bytes]:
+    """The small files of an adapter's folder: the model's, without its own configuration. Beside a config.json,
+    Transformers would take the folder for a whole model and look for its weights.
+
+    Raises:
+        ModelError: alone, the tokenizer would be read as another.
+    """
+    kept = {name: data for name, data in files.items() if name not in ("config.json", GENERATION_FILE)}
+    with unpacked(kept) as folder:
+        _require_same(tokenizer, AutoTokenizer.from_pretrained(folder, trust_remote_code=False), "an adapter")
+    return {**kept, ADAPTER_CONFIG: adapter_config}
+
+
+@contextmanager
+def unpacked(files: Mapping[str, bytes]) -> Iterator[Path]:
+    """Transformers reads folders, so the files stand in one for a moment. A reader's names stay inside its folder."""
+    with TemporaryDirectory() as folder:
+        for name, data in files.items():
+            path = Path(folder) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        yield Path(folder)
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """Of names, dtypes, shapes and every bit."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def _moved_settings(model: Any) -> bool:
     if not model.can_generate():
         return False
@@ -62,11 +99,11 @@ def _moved_settings(model: Any) -> bool:
     return any(derived.get(name) != value for name, value in model.generation_config.to_diff_dict().items())
 
 
-def _require_same(tokenizer: Any, again: Any, model_type: str) -> None:
+def _require_same(tokenizer: Any, again: Any, beside: str) -> None:
     """For some model types Transformers reads any tokenizer as that type's own class, and the ids become others."""
     if _behaviour(tokenizer) != _behaviour(again):
         raise ModelError(
-            f"beside a model of type {model_type} Transformers reads this tokenizer as {type(again).__name__}, and it "
+            f"beside {beside} Transformers reads this tokenizer as {type(again).__name__}, and it "
             f"gives other ids than the {type(tokenizer).__name__} that the rows are made with: whoever loads a "
             "checkpoint would get another tokenizer. Use the tokenizer of such a model, or another model_type"
         )

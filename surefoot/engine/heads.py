@@ -21,7 +21,7 @@ CHUNK_TOKENS = 256
 CHUNK_LOGITS = 2**23
 # Up to this many logits (128 MiB) are kept: making them again would cost a third of the head's time to save little.
 KEPT_LOGITS = 2**25
-_TOKEN_OUTPUTS = {"logprobs", "entropy", "topk", "logits"}
+_TOKEN_OUTPUTS = {"logprobs", "entropy", "log_sum_sq_probs", "topk", "logits"}
 
 
 class ModelHead:
@@ -30,8 +30,8 @@ class ModelHead:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._base: nn.Module = getattr(model, str(model.base_model_prefix), model)
-        score = getattr(model, "score", None)
-        self._score: nn.Module | None = score if isinstance(score, nn.Linear) and score.out_features == 1 else None
+        score = getattr(model, "score", None)  # an adapter's copy of it passes its attributes on
+        self._score: nn.Module | None = score if getattr(score, "out_features", None) == 1 else None
         self._lm_head: nn.Linear | None = None
         if self._score is None:
             self._lm_head = _separable_head(model, self._base)
@@ -105,7 +105,7 @@ def token_outputs(hidden: Tensor, targets: Tensor, lm_head: nn.Linear | None, he
         lm_head: from [n, width] to logits [n, vocabulary].
 
     Returns:
-        `logprobs` [tokens], `entropy` [tokens], `topk_ids` and `topk_logprobs` [tokens, k], and
+        `logprobs`, `entropy` and `log_sum_sq_probs` [tokens], `topk_ids` and `topk_logprobs` [tokens, k], and
         `logits` [tokens, vocabulary].
     """
     vocabulary = hidden.shape[-1] if lm_head is None else lm_head.out_features
@@ -123,7 +123,7 @@ def token_outputs(hidden: Tensor, targets: Tensor, lm_head: nn.Linear | None, he
 
 
 def _names(head: Head) -> list[str]:
-    names = [name for name in ("logprobs", "entropy") if name in head.outputs]
+    names = [name for name in ("logprobs", "entropy", "log_sum_sq_probs") if name in head.outputs]
     return names + (["topk_logprobs", "topk_ids"] if "topk" in head.outputs else [])
 
 
@@ -140,6 +140,8 @@ def _outputs(logits: Tensor, targets: Tensor, head: Head) -> dict[str, Tensor]:
         made["logprobs"] = logprobs.gather(-1, targets[:, None]).squeeze(-1)
     if "entropy" in head.outputs:
         made["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
+    if "log_sum_sq_probs" in head.outputs:
+        made["log_sum_sq_probs"] = (2 * logprobs).logsumexp(-1)
     if "topk" in head.outputs:
         made["topk_logprobs"], made["topk_ids"] = logprobs.topk(head.k, dim=-1)
     if "logits" in head.outputs:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from surefoot.config import EngineConfig
-from surefoot.engine.batching import MicroBatch, micro_batches, optimizer_steps
-from surefoot.engine.folder import WEIGHTS_FILE, weights_by_name
+from surefoot.engine.batching import MicroBatch, joined, micro_batches, optimizer_steps
+from surefoot.engine.folder import WEIGHTS_FILE, fingerprint, weights_by_name
+from surefoot.engine.frozen import BaseView, frozen_writer, require_same_base, require_same_frozen
 from surefoot.engine.heads import ModelHead
+from surefoot.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_weights, base_weights
 from surefoot.engine.models import resolve_device
 from surefoot.engine.optimizer import Optimizer, copy_exactly
 from surefoot.errors import ModelError, NonFiniteError, ResumeRefused
@@ -43,6 +45,9 @@ class LocalEngine:
     that reads the column `loss_mask` is given token outputs on the tokens whose mask is not 0, and 0 elsewhere: the
     rest is never computed.
 
+    With an adapter in the model, the engine's weights are the adapter's: what it trains, saves and restores. A
+    checkpoint holds the fingerprint of the base beneath.
+
     Args:
         model: a Transformers model, from `surefoot.engine.models`. The engine moves it to its device.
         files: the small files of the folder that the model is saved as.
@@ -69,10 +74,15 @@ class LocalEngine:
         self.model = model.to(self.device)
         self._files, self._config, self._plane, self._stager = dict(files), config, plane, stager
         self._seed, self._save_optimizer, self._trained = seed, save_optimizer, trained
-        self._weights = weights_by_name(self.model)
+        self._adapted = ADAPTER_CONFIG in files
+        self._weights_file = ADAPTER_WEIGHTS if self._adapted else WEIGHTS_FILE
+        self._weights = adapter_weights(self.model) if self._adapted else weights_by_name(self.model)
+        self._fingerprint: str | None = None
         self._head = ModelHead(self.model)
         self._optimizer: Optimizer | None = None
         if not trained:
+            if self._adapted:
+                raise ValueError("a frozen engine takes no adapter: only a new one, not trained yet, could be put on")
             self.model.requires_grad_(False)
             return
         if config.gradient_checkpointing:
@@ -107,15 +117,16 @@ class LocalEngine:
         return self._plane.put(ref, {into[output]: rows for output, rows in found.items()})
 
     def evaluate(self, ref: BatchRef, objective: Objective) -> Metrics:
-        batches = self._batches(ref, objective)
-        norm = _norm(objective.loss, batches)
-        measured = []
+        batches, loss = self._batches(ref, objective), objective.loss
+        norm = _norm(loss, batches)
         self._set_mode(training=False)
         with torch.no_grad():
-            for batch in batches:
-                out = self._forward(batch, objective.head, _wanted(objective.loss, batch))
-                measured.append(objective.loss(out, batch.columns, norm=norm)[1])
-        return merge_metrics(measured)
+            outputs = (self._forward(batch, objective.head, _wanted(loss, batch)) for batch in batches)
+            if loss.whole_step:
+                return loss(joined(list(outputs)), joined([batch.columns for batch in batches]), norm=norm)[1]
+            return merge_metrics(
+                loss(out, batch.columns, norm=norm)[1] for out, batch in zip(outputs, batches, strict=True)
+            )
 
     def train(self, ref: BatchRef, objective: Objective) -> Metrics:
         """Besides `grad_norm` (before clipping), `lr` and `optimizer_steps` (done in the whole run), the metrics hold
@@ -152,18 +163,47 @@ class LocalEngine:
     def _backward(
         self, batches: Sequence[MicroBatch], objective: Objective, norm: Mapping[str, float]
     ) -> list[Metrics]:
-        measured: list[Metrics] = []
         self._set_mode(training=True)
         with self._random_state_kept():
+            if objective.loss.whole_step and len(batches) > 1:
+                return [self._backward_whole(batches, objective, norm)]
+            measured: list[Metrics] = []
             for number, batch in enumerate(batches):
-                self._draw_from(derive_seed(self._seed, "train", self._trainable().steps, number))
-                out = self._forward(batch, objective.head, _wanted(objective.loss, batch))
+                out = self._train_forward(number, batch, objective)
                 loss, metrics = objective.loss(out, batch.columns, norm=norm)
-                if not torch.isfinite(loss):
-                    raise self._not_finite("the loss", float(loss.detach()), batch.ids)
+                self._check_loss(loss, batch.ids)
                 loss.backward()  # type: ignore[no-untyped-call]
                 measured.append(metrics)
-        return measured
+            return measured
+
+    def _backward_whole(
+        self, batches: Sequence[MicroBatch], objective: Objective, norm: Mapping[str, float]
+    ) -> Metrics:
+        """For a loss that is no sum over groups. First all outputs, without gradients, and the loss on all of them at
+        once; then each micro-batch again, back from the loss's gradient in its outputs. Both passes draw the same
+        dropout."""
+        with torch.no_grad():
+            outputs = joined([self._train_forward(number, batch, objective) for number, batch in enumerate(batches)])
+        leaves = {name: out.requires_grad_() for name, out in outputs.items() if out.is_floating_point()}
+        loss, metrics = objective.loss(outputs, joined([batch.columns for batch in batches]), norm=norm)
+        self._check_loss(loss, [row for batch in batches for row in batch.ids])
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        grads = {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+        start = 0
+        for number, batch in enumerate(batches):
+            out = self._train_forward(number, batch, objective)
+            rows, tokens = slice(start, start + len(batch.rows)), slice(batch.input_ids.shape[1])
+            torch.autograd.backward([out[name] for name in grads], [grad[rows, tokens] for grad in grads.values()])
+            start = rows.stop
+        return metrics
+
+    def _train_forward(self, number: int, batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
+        self._draw_from(derive_seed(self._seed, "train", self._trainable().steps, number))
+        return self._forward(batch, objective.head, _wanted(objective.loss, batch))
+
+    def _check_loss(self, loss: Tensor, ids: Sequence[str]) -> None:
+        if not torch.isfinite(loss):
+            raise self._not_finite("the loss", float(loss.detach()), ids)
 
     def _forward(self, batch: MicroBatch, head: Head, wanted: Tensor | None = None) -> dict[str, Tensor]:
         bfloat16 = self._config.precision == "bfloat16"
@@ -214,6 +254,22 @@ class LocalEngine:
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         """Raises `CheckpointError` when names, shapes or dtypes differ; then nothing was assigned."""
         copy_exactly(weights, self._weights, "what was assigned")
+        if not self._adapted:
+            self._fingerprint = None
+
+    def base_view(self) -> BaseView:
+        """The base beneath this engine's adapter as a frozen engine. Raises `ValueError` when there is no adapter."""
+        if not self._adapted:
+            raise ValueError("this engine has no adapter: its base is not there any more once it is trained")
+        return BaseView(self)
+
+    @property
+    def frozen_fingerprint(self) -> str:
+        """Of what is never trained: the base beneath an adapter, or a frozen engine's weights. Computed once, and again
+        by `restore`: at a save it must not take time."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(base_weights(self.model) if self._adapted else self._weights)
+        return self._fingerprint
 
     @property
     def state_bytes(self) -> int:
@@ -230,37 +286,41 @@ class LocalEngine:
 
     def snapshot(self) -> Writer:
         if self._optimizer is None or not self._trained:
-            fingerprint = self._fingerprint()
-            return lambda sink: sink.json("frozen.json", {"weights": fingerprint})
+            return frozen_writer(self.frozen_fingerprint)
         captured = self._stager.capture(self._state())
         description = self._optimizer.description()
+        base = {"name": self._base_name(), "weights": self.frozen_fingerprint} if self._adapted else None
 
         def write(sink: Sink) -> None:
             folder = sink.under("weights")
             for name, data in self._files.items():
                 folder.bytes(name, data)
             with self._stager.draining():
-                folder.tensors(WEIGHTS_FILE, _part(captured, "weights/"), {"format": "pt"})
+                folder.tensors(self._weights_file, _part(captured, "weights/"), {"format": "pt"})
                 if self._save_optimizer:
                     sink.tensors("optimizer/state.safetensors", _part(captured, "optimizer/"))
             if self._save_optimizer:
                 sink.json("optimizer/state.json", description)
+            if base is not None:
+                sink.json("base.json", base)
 
         return write
 
     def restore(self, reader: Reader) -> None:
         """Raises `ResumeRefused` when the checkpoint has no optimizer state, or frozen weights are others."""
+        self._fingerprint = None
         if self._optimizer is None:
-            saved, live = reader.json("frozen.json")["weights"], self._fingerprint()
-            if saved != live:
-                raise ResumeRefused(f"the frozen model's weights have the fingerprint {live}; the checkpoint's {saved}")
+            require_same_frozen(reader, self.frozen_fingerprint)
             return
         if "optimizer/state.json" not in reader.files():
             raise ResumeRefused(
                 "the checkpoint has no optimizer state (it was saved with checkpointing.save_optimizer: false): it can "
                 "be loaded as a model, not resumed"
             )
-        copy_exactly(reader.tensors(f"weights/{WEIGHTS_FILE}"), self._weights, f"weights/{WEIGHTS_FILE}")
+        if self._adapted:
+            require_same_base(reader, self.frozen_fingerprint)
+        file = f"weights/{self._weights_file}"
+        copy_exactly(reader.tensors(file), self._weights, file)
         self._optimizer.restore(reader.json("optimizer/state.json"), reader.tensors("optimizer/state.safetensors"))
 
     def _state(self) -> dict[str, Tensor]:
@@ -269,12 +329,8 @@ class LocalEngine:
             state |= {f"optimizer/{name}": tensor for name, tensor in self._optimizer.tensors().items()}
         return state
 
-    def _fingerprint(self) -> str:
-        digest = xxhash.xxh3_128()
-        for name, tensor in sorted(self._weights.items()):
-            digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+    def _base_name(self) -> str:
+        return json.loads(self._files[ADAPTER_CONFIG])["base_model_name_or_path"] or "random weights (model_init)"
 
 
 def _part(captured: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

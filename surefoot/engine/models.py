@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 import os
@@ -9,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeAlias
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -26,7 +28,18 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from surefoot.config import EngineConfig
-from surefoot.engine.folder import GENERATION_FILE, WEIGHTS_FILE, read_generation_config, small_files, weights_by_name
+from surefoot.engine import lora
+from surefoot.engine.folder import (
+    GENERATION_FILE,
+    WEIGHTS_FILE,
+    adapter_files,
+    fingerprint,
+    read_generation_config,
+    small_files,
+    unpacked,
+    weights_by_name,
+)
+from surefoot.engine.frozen import require_same_base
 from surefoot.engine.optimizer import copy_exactly
 from surefoot.errors import ModelError
 from surefoot.seeds import derive_seed
@@ -47,12 +60,16 @@ class LoadedModel:
     Attributes:
         files: by name in the folder; everything but the weights.
         source: where it came from, in words.
+        base_files: as `files`, of the whole model where `files` are an adapter's; else the same.
+        adapter: the `peft.PeftModel` around the model, if it has an adapter.
     """
 
     model: Any
     tokenizer: Any
     files: Mapping[str, bytes]
     source: str
+    base_files: Mapping[str, bytes]
+    adapter: Any = None
 
 
 def load(config: EngineConfig, *, tokenizer: Any, seed: int, kind: Kind = "causal_lm") -> LoadedModel:
@@ -66,38 +83,67 @@ def load(config: EngineConfig, *, tokenizer: Any, seed: int, kind: Kind = "causa
     """
     if config.model_init is not None:
         model, source = _random(config.model_init, tokenizer, seed, kind), f"model_init ({config.model_init})"
-        generation = None
+        generation, base = None, None
     else:
         assert config.model_name is not None
         folder = _resolve(config.model_name, "policy.model_name")
         generation = read_generation_config(folder)
-        model, source = _pretrained(folder, seed, kind), config.model_name
+        model, source = _pretrained(folder, tokenizer, seed, kind), config.model_name
+        named = Path(config.model_name).expanduser()
+        base = str(named.absolute()) if named.is_dir() else config.model_name
     _require_finite(model, source)
     _own_storage(model)
     _agree_on_tying(model)
     if getattr(model.config, "output_router_logits", False):
         logger.warning("%s: output_router_logits is on, yet the experts' balancing loss is no part of training", source)
+    if kind == "scalar":
+        _check_score(model, source)
     check_fits(model, tokenizer, config.max_total_sequence_length, source)
     if kind == "causal_lm":
         _require_causal(model, source)
-    return LoadedModel(model, tokenizer, small_files(model, tokenizer, generation), source)
+    files = small_files(model, tokenizer, generation)
+    if config.lora is None:
+        return LoadedModel(model, tokenizer, files, source, files)
+    adapter = lora.attach(model, config.lora, seed=seed, score=kind == "scalar", base=base)
+    with _loading("the tokenizer of the adapter's folder"):
+        own = adapter_files(files, lora.adapter_config(adapter), tokenizer)
+    return LoadedModel(model, tokenizer, own, source, files, adapter)
+
+
+def merged(loaded: LoadedModel) -> LoadedModel:
+    """A plain model whose weights include the adapter. `loaded` is used up. Raises `ModelError` without an adapter."""
+    if loaded.adapter is None:
+        raise ModelError("there is no adapter to merge: these are a whole model's weights")
+    model = lora.merge(loaded.adapter)
+    files = small_files(model, loaded.tokenizer, loaded.base_files.get(GENERATION_FILE))
+    return LoadedModel(model, loaded.tokenizer, files, loaded.source, files)
 
 
 def load_from_checkpoint(
-    reader: Reader, config: EngineConfig, tokenizer: Any, *, kind: Kind = "causal_lm"
+    reader: Reader, config: EngineConfig, tokenizer: Any, *, seed: int = 0, kind: Kind = "causal_lm"
 ) -> LoadedModel:
-    """A model built from a checkpoint's own files; neither a hub nor the base model is needed.
+    """A model built from a checkpoint's own files; neither a hub nor the base model is needed. An adapter is put on
+    the base that the configuration names, or that it draws from the seed.
 
     Args:
         reader: of the engine's own folder.
         tokenizer: from `load_tokenizer_from_checkpoint`.
+        seed: the run's.
 
     Raises:
         ModelError: the folder cannot be read as a model, or does not fit the configuration.
         CheckpointError: the weights do not fit the model that the folder describes.
+        ResumeRefused: the adapter was trained on another base.
     """
+    if config.lora is not None:
+        loaded = load(config, tokenizer=tokenizer, seed=seed, kind=kind)
+        require_same_base(reader, fingerprint(lora.base_weights(loaded.model)))
+        file = f"weights/{lora.ADAPTER_WEIGHTS}"
+        copy_exactly(reader.tensors(file), lora.adapter_weights(loaded.model), file)
+        named = {lora.ADAPTER_CONFIG: loaded.files[lora.ADAPTER_CONFIG]}  # where the base is now
+        return dataclasses.replace(loaded, files={**_small_files_of(reader), **named})
     files = _small_files_of(reader)
-    with _unpacked(files) as folder, _loading("the checkpoint's weights folder"):
+    with unpacked(files) as folder, _loading("the checkpoint's weights folder"):
         with no_init_weights():
             model = _auto(kind).from_config(_config_in(folder), dtype=torch.float32)
         if GENERATION_FILE in files:
@@ -106,29 +152,18 @@ def load_from_checkpoint(
     model.eval()
     copy_exactly(reader.tensors(f"weights/{WEIGHTS_FILE}"), weights_by_name(model), f"weights/{WEIGHTS_FILE}")
     check_fits(model, tokenizer, config.max_total_sequence_length, "the checkpoint")
-    return LoadedModel(model, tokenizer, files, "the checkpoint")
+    return LoadedModel(model, tokenizer, files, "the checkpoint", files)
 
 
 def load_tokenizer_from_checkpoint(reader: Reader) -> Any:
     """The tokenizer, with its chat template, that the checkpoint was made with. `reader`: of the engine's folder."""
-    with _unpacked(_small_files_of(reader)) as folder, _loading("the checkpoint's tokenizer"):
+    with unpacked(_small_files_of(reader)) as folder, _loading("the checkpoint's tokenizer"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _small_files_of(reader: Reader) -> dict[str, bytes]:
     weights = reader.under("weights")
     return {name: weights.bytes(name) for name in weights.files() if not name.endswith(".safetensors")}
-
-
-@contextmanager
-def _unpacked(files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Transformers reads folders, so the files stand in one for a moment. A reader's names stay inside its folder."""
-    with TemporaryDirectory() as folder:
-        for name, data in files.items():
-            path = Path(folder) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        yield Path(folder)
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
@@ -258,7 +293,7 @@ def _config_in(folder: Path) -> Any:
 
 def _trainable_config(folder: Path, kind: Kind) -> Any:
     """The configuration in a folder, once that is known to be a model's whose weights can be read and trained."""
-    if (folder / "adapter_config.json").exists():
+    if (folder / lora.ADAPTER_CONFIG).exists():
         raise ModelError(f"{folder} holds an adapter; expected a whole model: merge the adapter into its base first")
     if not any(folder.glob("*.safetensors")):
         others = ", ".join(sorted(file.name for file in folder.glob("*.bin"))) or "no weights"
@@ -268,18 +303,20 @@ def _trainable_config(folder: Path, kind: Kind) -> Any:
         )
     with _loading(f"the model in {folder}"):
         hf_config = _config_in(folder)
-    if type(hf_config) not in _auto(kind)._model_mapping:
+    if kind == "scalar":
+        _require_score_head_of(hf_config)
+    elif type(hf_config) not in _auto(kind)._model_mapping:
         raise ModelError(f"the model in {folder} is of type {hf_config.model_type}; expected a causal language model")
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ModelError(f"the model in {folder} is quantized; expected float weights, which can be trained")
     return hf_config
 
 
-def _pretrained(folder: Path, seed: int, kind: Kind) -> Any:
+def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind) -> Any:
     hf_config = _trainable_config(folder, kind)
-    if kind == "scalar":
-        hf_config.num_labels = 1
     with _loading(f"the model in {folder}"), _drawn_from(seed):
+        if kind == "scalar":
+            _as_scalar(hf_config, tokenizer)
         model, report = _auto(kind).from_pretrained(
             folder,
             config=hf_config,
@@ -310,6 +347,31 @@ def _pretrained(folder: Path, seed: int, kind: Kind) -> Any:
     return model
 
 
+def _require_score_head_of(hf_config: Any) -> None:
+    if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"Transformers has no model of type {hf_config.model_type} with a score head: use another model"
+        )
+
+
+def _as_scalar(hf_config: Any, tokenizer: Any) -> None:
+    """One label, and a pad token that ends no row: Transformers takes a row's last token that is not the pad token for
+    its end, and would read the score one token early. Without a pad token it reads single rows, and refuses several."""
+    _require_score_head_of(hf_config)
+    hf_config.num_labels = 1
+    text = hf_config.get_text_config()
+    if text.pad_token_id is None:
+        text.pad_token_id = tokenizer.pad_token_id
+    if text.pad_token_id == tokenizer.eos_token_id:
+        text.pad_token_id = None
+
+
+def _check_score(model: Any, source: str) -> None:
+    score = getattr(model, "score", None)
+    if not isinstance(score, nn.Linear) or score.out_features != 1:
+        raise ModelError(f"{source}: a {type(model).__name__} has no score head with one output, so it gives no scalar")
+
+
 def _random(model_init: Mapping[str, Any], tokenizer: Any, seed: int, kind: Kind) -> Any:
     """Where `model_init` is silent, the vocabulary's size and the special tokens' ids are the tokenizer's."""
     settings = dict(model_init)
@@ -325,10 +387,11 @@ def _random(model_init: Mapping[str, Any], tokenizer: Any, seed: int, kind: Kind
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         settings.setdefault(name, getattr(tokenizer, name))
     settings.setdefault("vocab_size", max(tokenizer.get_vocab().values()) + 1)
-    if kind == "scalar":
-        settings["num_labels"] = 1
     with _loading(f"model_init ({model_init})"), _drawn_from(seed):
-        model = _auto(kind).from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32)
+        hf_config = AutoConfig.for_model(model_type, **settings)
+        if kind == "scalar":
+            _as_scalar(hf_config, tokenizer)
+        model = _auto(kind).from_config(hf_config, dtype=torch.float32)
     model.eval()
     return model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from surefoot.types import Metric, Metrics
 
@@ -21,6 +21,7 @@ class NLL:
     """
 
     fields: tuple[str, ...] = ("loss_mask",)
+    whole_step: ClassVar[bool] = False
 
     def counts(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
         return {"tokens": float(columns["loss_mask"].sum())}

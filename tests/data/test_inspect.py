@@ -63,3 +63,45 @@ def test_a_mapping_that_is_none(model: str, data: str) -> None:
     done = CliRunner().invoke(app, ["inspect", data, "--model", model, "--columns", "prompt"])
     assert done.exit_code == 2
     assert "expected ours=theirs" in done.output
+
+
+def test_pairs_are_shown_side_by_side(model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "chosen": "good", "rejected": "bad", "margin": m} for m in (1.5, 2)]
+    rows.append({"prompt": "q", "chosen": "same", "rejected": "same", "margin": 0})
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = CliRunner().invoke(app, ["inspect", str(path), "--model", model, "--rows", "1"])
+    assert done.exit_code == 0, done.output
+    shown = done.output.replace("\n", "")
+    assert "row 0, chosen (margin 1.5): " in shown
+    assert "row 0, rejected (margin 1.5): " in shown
+    assert "row 1" not in shown
+    assert (
+        "first example, as text, rejected (margin 1.5):<|im_start|>userq<|im_end|><|im_start|>assistantbad<|im_end|>"
+        in shown
+    )
+    assert "dropped: 1 × both sides the same" in shown
+    assert "2 pairs from 3 rows" in shown
+    done = CliRunner().invoke(app, ["inspect", str(path), "--model", model, "--json"])
+    shown = json.loads(done.stdout)
+    assert shown["counts"]["kept"] == len(shown["pairs"]) == 2
+    assert [pair["margin"] for pair in shown["pairs"]] == [1.5, 2]
+    assert shown["pairs"][0]["chosen"]["text"].endswith("good<|im_end|>")
+    assert sum(shown["pairs"][1]["rejected"]["loss_mask"]) == len(shown["pairs"][1]["rejected"]["ids"]) - shown[
+        "pairs"
+    ][1]["chosen"]["loss_mask"].index(1)
+
+
+def test_binary_feedback_and_what_the_rows_are_can_be_said(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "binary.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "completion": "a", "label": True}) + "\n")
+    done = CliRunner().invoke(app, ["inspect", str(path), "--model", model])
+    assert isinstance(done.exception, DataError)
+    assert "binary feedback" in str(done.exception)
+    done = CliRunner().invoke(app, ["inspect", str(path), "--model", model, "--no-pairs"])
+    assert done.exit_code == 0, done.output
+    path.write_text(json.dumps({"context": "q", "completions": [{"rank": i, "completion": str(i)} for i in range(3)]}))
+    for ranking, pairs in (("best_worst", 1), ("all_pairs", 3)):
+        options = ["--model", model, "--json", "--ranking", ranking]
+        done = CliRunner().invoke(app, ["inspect", str(path), *options])
+        assert json.loads(done.stdout)["counts"]["kept"] == pairs

@@ -250,3 +250,71 @@ def test_validation_gives_every_row_in_order_and_leaves_nothing(tmp_path: Path) 
     next(stopped)
     stopped.close()  # type: ignore[attr-defined]
     assert len(plane) == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+
+def pairs_of(folder: Path, pairs: int, **further: Any) -> Dataset:
+    path = folder / "pairs.jsonl"
+    rows = [{"prompt": f"q{i}", "chosen": "x", "rejected": "y" * (i + 1), **further} for i in range(pairs)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DatasetConfig(path=str(path))
+    return prepare(config, DataConfig(train=config), tiny.byte_level(), 64, pairs=True)
+
+
+def test_the_sides_of_a_pair_stay_together_the_chosen_one_first(tmp_path: Path) -> None:
+    dataset = pairs_of(tmp_path, 5, margin=1.5)
+    source, plane = source_of(dataset, 4, max_epochs=2)
+    assert source.steps_per_epoch == 3
+    for epoch in range(2):
+        seen = []
+        for draw in (0, 2, 4):
+            ref = source.take(Clock(), no_poll)
+            assert ref is not None
+            groups = [f"e{epoch}_d{draw + i}" for i in range(len(ref) // 2)]
+            assert ref.groups == tuple(group for group in groups for _ in range(2))
+            assert ref.ids == tuple(f"{group}_g{i}" for group in groups for i in range(2))
+            assert ref.fields == {"input_ids", "loss_mask", "row_index", "margin"}
+            columns = plane.get(ref, sorted(ref.fields))
+            rows = columns["row_index"].tolist()  # type: ignore[union-attr]
+            assert rows[::2] == rows[1::2]
+            assert columns["margin"].tolist() == [1.5] * len(ref)  # type: ignore[union-attr]
+            for i, row in enumerate(rows):
+                assert columns["input_ids"][i].tolist() == dataset.ids(2 * row + i % 2).tolist()  # type: ignore[union-attr]
+                assert ref.lengths[i] == len(columns["loss_mask"][i])
+            seen += rows[::2]
+            source.retire(ref, LIVE)
+        assert sorted(seen) == list(range(5))
+    assert source.take(Clock(), no_poll) is None
+    assert "2 epochs of 3 steps over 10 rows" in source.exhausted
+
+
+def test_resuming_among_pairs(tmp_path: Path) -> None:
+    dataset = pairs_of(tmp_path, 7)
+    straight = taken(*source_of(dataset, 4, max_epochs=2))
+    assert [len(rows) for rows in straight] == [4, 4, 4, 2] * 2
+    for crash in range(len(straight) + 1):
+        source, plane = source_of(dataset, 4, max_epochs=2)
+        before = taken(source, plane, crash)
+        resumed, plane = source_of(dataset, 4, max_epochs=2)
+        resumed.restore(Written(source))  # type: ignore[arg-type]
+        assert before + taken(resumed, plane) == straight
+
+
+def test_validation_of_pairs(tmp_path: Path) -> None:
+    dataset, plane = pairs_of(tmp_path, 3), MemoryPlane()
+    seen = []
+    for ref in iterate(dataset, plane, 4):
+        assert "margin" not in ref.fields
+        seen.append([row_id.rpartition("_d")[2] for row_id in ref.ids])
+    assert seen == [["0_g0", "0_g1", "1_g0", "1_g1"], ["2_g0", "2_g1"]]
+    assert len(plane) == 0
+
+
+def test_half_a_pair_is_refused(tmp_path: Path) -> None:
+    dataset = pairs_of(tmp_path, 3)
+    with pytest.raises(ConfigError, match=r"train_global_batch_size: 5 rows do not hold whole pairs of .*pairs\.jsonl"):
+        source_of(dataset, 5)
+    with pytest.raises(ConfigError, match="val_batch_size: 1 rows do not hold whole pairs"):
+        next(iterate(dataset, MemoryPlane(), 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from surefoot.engine.batching import fill, groups_of, micro_batches, optimizer_steps
+from surefoot.engine.batching import fill, groups_of, joined, micro_batches, optimizer_steps
 from surefoot.types import BatchRef
 
 CPU = torch.device("cpu")
@@ -52,6 +52,12 @@ def test_rows_are_padded_on_the_right_and_the_longest_come_first() -> None:
     assert batches[0].columns["topk"].shape == (2, 3, 2)
     assert not batches[0].columns["topk"][1, 2].any()
     assert "text" not in batches[0].columns
+    assert batches[0].columns["attention_mask"].tolist() == [[True, True, True], [True, True, False]]
+    whole = joined([batch.columns for batch in batches])
+    assert whole["input_ids"].tolist() == [[7, 8, 9], [5, 6, 0], [3, 4, 0], [1, 0, 0]]
+    assert whole["advantage"].tolist() == pytest.approx([0.3, 0.1, 0.4, 0.2])
+    assert whole["topk"].shape == (4, 3, 2)
+    assert whole["attention_mask"].sum(1).tolist() == [3, 2, 2, 1]
 
 
 def test_a_column_of_another_length_is_refused() -> None:

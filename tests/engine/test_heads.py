@@ -15,13 +15,14 @@ from surefoot.errors import ModelError
 from surefoot.types import Head
 from tests.engine import tiny
 
-ALL = Head(("logprobs", "entropy", "topk"), temperature=0.7, k=3)
+ALL = Head(("logprobs", "entropy", "log_sum_sq_probs", "topk"), temperature=0.7, k=3)
 
 
 def plainly(logits: torch.Tensor, targets: torch.Tensor, head: Head) -> dict[str, torch.Tensor]:
     logprobs = (logits / head.temperature).log_softmax(-1)
     out = {"logprobs": logprobs.gather(-1, targets[..., None]).squeeze(-1)}
     out["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
+    out["log_sum_sq_probs"] = logprobs.exp().square().sum(-1).log()
     if head.k:
         out["topk_logprobs"], out["topk_ids"] = logprobs.topk(head.k, dim=-1)
     return out
@@ -46,7 +47,7 @@ def test_chunks_equal_the_plain_way(dtype: torch.dtype, tolerance: float, bias: 
     leaves = [hidden, *lm_head.parameters()]
     ours = token_outputs(hidden, targets, lm_head, head)
     theirs = plainly(lm_head(hidden), targets, head)
-    assert set(ours) == {n for n in theirs if n.split("_")[0] in head.outputs}
+    assert set(ours) == {n for n in theirs if n in head.outputs or n.split("_")[0] in head.outputs}
     weights = {name: torch.randn_like(ours[name]) for name in ours if name != "topk_ids"}
     sums = [sum((out[n] * w).sum() for n, w in weights.items()) for out in (ours, theirs)]
     for name in ours:
@@ -92,7 +93,7 @@ def test_outputs_are_those_of_the_model(tmp_path: Path, name: str) -> None:
     configuration = tiny.config(tmp_path, name)
     model = models.load(configuration, tokenizer=tiny.TOKENIZER, seed=1).model
     ids, lengths = torch.randint(0, 32, (3, 9)), torch.tensor([9, 4, 1])
-    out = ModelHead(model)(ids, lengths, Head(("logprobs", "entropy", "topk", "logits"), k=2))
+    out = ModelHead(model)(ids, lengths, Head((*ALL.outputs, "logits"), k=2))
     for row, length in enumerate(lengths.tolist()):
         logits = model(ids[row : row + 1, :length]).logits[0, :-1].float()
         expected = plainly(logits, ids[row, 1:length], Head(k=2)) | {"logits": logits}

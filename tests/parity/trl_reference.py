@@ -1,0 +1,125 @@
+"""TRL's own loss functions, driven from small stubs. Needs trl 1.16; nothing here is imported without it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from tests.parity.cases import MARGINS, SCORES, Case, rows
+
+VERSION = "1.16"
+Values: TypeAlias = "dict[str, Any]"
+
+
+def installed() -> bool:
+    try:
+        return version("trl").startswith(f"{VERSION}.")
+    except PackageNotFoundError:
+        return False
+
+
+class _Model(nn.Module):
+    """Gives prepared outputs, whatever it is asked."""
+
+    is_gradient_checkpointing = False
+
+    def __init__(self, **outputs: Any) -> None:
+        super().__init__()
+        self._outputs = SimpleNamespace(**outputs)
+
+    def forward(self, **inputs: Any) -> SimpleNamespace:
+        return self._outputs
+
+
+def preference(case: Case) -> Values:
+    """`loss`, `gradient` [rows, tokens] in the log-probs (in our order and alignment), and TRL's metrics."""
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    data = rows(case.pairs, case.empty_pair)
+    order = [*range(0, 2 * case.pairs, 2), *range(1, 2 * case.pairs, 2)]  # all chosen sides first
+    logprobs = data.logprobs.clone().requires_grad_()
+    zeros = torch.zeros_like(data.loss_mask)[order, 1:]
+    model = _Model(
+        log_probs=(logprobs * data.loss_mask)[order, 1:],
+        log_sum_sq_probs=data.log_sum_sq_probs[order, 1:],
+        entropy=zeros,
+        mean_logits=zeros,
+        is_top1=zeros.bool(),
+    )
+    trainer = SimpleNamespace(
+        model=model,
+        ref_model=_Model(log_probs=data.reference_logprobs[order, 1:]),
+        **_settings(case),
+        **_trainer(),
+    )
+    inputs = {
+        "input_ids": torch.zeros(data.loss_mask.shape, dtype=torch.long),
+        "attention_mask": data.attention_mask[order].long(),
+        "completion_mask": data.loss_mask[order].long(),
+    }
+    loss = DPOTrainer._compute_loss(trainer, model, inputs, False)
+    loss.backward()
+    assert logprobs.grad is not None
+    metrics = {name: values[0] for name, values in trainer._metrics["train"].items() if "/" in name}
+    return {**_values(loss, logprobs.grad), "metrics": {n: v for n, v in metrics.items() if "logits" not in n}}
+
+
+def _settings(case: Case) -> dict[str, Any]:
+    given: dict[str, float] = {}
+    for _, _, options in case.entries:
+        given |= options
+    settings = {
+        "loss_types": [name for name, _, _ in case.entries],
+        "loss_weights": [weight for _, weight, _ in case.entries],
+        "beta": given.get("beta", 0.1),
+        "label_smoothing": given.get("label_smoothing", 0.0),
+        "ld_alpha": case.options.get("ld_alpha"),
+        "use_weighting": case.options.get("wpo", False),
+        "f_divergence_type": "reverse_kl",
+        "precompute_ref_logps": False,
+        "args": SimpleNamespace(discopop_tau=given.get("discopop_tau", 0.05), gradient_checkpointing_kwargs=None),
+    }
+    return settings | dict(case.theirs)
+
+
+def reward(margins: bool, centring: float) -> Values:
+    """`loss`, `gradient` [pairs, 2] in the scores, and TRL's accuracy, margin and mean score."""
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    scores = torch.tensor(SCORES).requires_grad_()
+    model = _Model(logits=scores.t().reshape(-1, 1))
+    trainer = SimpleNamespace(
+        model=model, args=SimpleNamespace(center_rewards_coefficient=centring or None), **_trainer()
+    )
+    inputs = {"attention_mask": torch.ones(2 * len(SCORES), 1)}
+    loss = RewardTrainer.compute_loss(trainer, model, inputs | ({"margin": torch.tensor(MARGINS)} if margins else {}))
+    loss.backward()
+    assert scores.grad is not None
+    metrics = trainer._metrics["train"]
+    named: Mapping[str, float] = {name: metrics[name][0] for name in ("accuracy", "margin", "mean_reward")}
+    return {**_values(loss, scores.grad), "metrics": named}
+
+
+def _trainer() -> dict[str, Any]:
+    accelerator = SimpleNamespace(device=torch.device("cpu"), gather=_same, gather_for_metrics=_same)
+    return {
+        "accelerator": accelerator,
+        "aux_loss_enabled": False,
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+    }
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _values(loss: Tensor, gradient: Tensor) -> Values:
+    return {"loss": float(loss.detach()), "gradient": gradient.tolist()}
