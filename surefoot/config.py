@@ -135,6 +135,12 @@ class EngineConfig(Section):
 
     Exactly one of `model_name` (a local folder or a hub name) and `model_init` (a Transformers configuration with its
     `model_type`, for random weights drawn from the run's seed) is given.
+
+    Attributes:
+        train_global_batch_size: rows per optimizer step, computed `train_micro_batch_size` at a time.
+        max_total_sequence_length: in tokens; longer rows are cut.
+        precision: bfloat16 computes in autocast; weights and optimizer stay float32.
+        num_threads: default: PyTorch's choice. For a tiny model, or on a busy machine, 1 is often fastest.
     """
 
     model_name: Place | None = None
@@ -311,7 +317,12 @@ _METRIC_GROUPS = ("rewards", "logps", "loss", "scores")  # of metrics whose own 
 
 
 class RunConfig(Section):
-    """A whole run. The algorithm's own section, named by the algorithm, is added by `load_config`."""
+    """A whole run. The algorithm's own section, named by the algorithm, is added by `load_config`.
+
+    Attributes:
+        max_num_steps: the run ends at this step or after `max_num_epochs`, whichever comes first; one must be given.
+        val_period: validate at steps divisible by it; 0: never.
+    """
 
     algorithm: str
     run_dir: Place

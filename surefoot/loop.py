@@ -55,7 +55,7 @@ def train(run: Run) -> Outcome:
 def _turn(run: Run, poll: Poll) -> str:
     """Step after step. Returns the reason why there is no next one."""
     clock, kit, algorithm, phase = run.clock, run.kit, run.algorithm, run.report.phase
-    live = _publish(run)
+    _publish(run)
     _validate_if_due(run, poll)
     while run.limits.max_num_steps is None or clock.step < run.limits.max_num_steps:
         poll()
@@ -74,8 +74,7 @@ def _turn(run: Run, poll: Poll) -> str:
         algorithm.observe(metrics, kit)
         clock.advance(batch, run.source.epoch)
         with phase("publish"):
-            live = _publish(run)
-            run.source.retire(batch, live)
+            run.source.retire(batch, live=_publish(run))
         run.report.step(clock, metrics)
         _validate_if_due(run, poll)
         _save_if_due(run)
@@ -105,7 +104,7 @@ def _validate_if_due(run: Run, poll: Poll) -> None:
 
 
 def _save_if_due(run: Run, final: bool = False) -> None:
-    with run.report.phase("save"):
+    with run.report.phase("last save" if final else "save"):  # the last one holds no training up
         run.checkpoints.offer(run.clock.step, run.report.training_info(run.clock), run.parts, final)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ def sections(model: type[BaseModel], path: str) -> typing.Iterator[tuple[str, ty
 def default(info: Any) -> str:
     if info.default is PydanticUndefined:
         return "required"
-    return "see below" if isinstance(info.default, BaseModel) else f"`{info.default!r}`"
+    return "see below" if isinstance(info.default, BaseModel) else f"`{json.dumps(info.default)}`"  # as YAML has it
 
 
 def kind(annotation: Any) -> str:
@@ -53,16 +55,25 @@ def kind(annotation: Any) -> str:
     return parts[0] if typing.get_origin(annotation) is typing.Annotated else " or ".join(parts)
 
 
+def about(model: type[BaseModel]) -> tuple[str, dict[str, str]]:
+    """A section's docstring: its text, and what it says of single keys under `Attributes:`."""
+    prose, _, attributes = (inspect.getdoc(model) or "").partition("Attributes:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE)
+    return prose.strip(), {name: " ".join(text.split()) for name, text in entries}
+
+
 def page() -> str:
     found = list(sections(RunConfig, ""))
     for name in algorithm_names():
         found += sections(load_algorithm(name).Config, name)
     text = HEADER
     for path, model in found:
-        text += f"\n## {f'`{path}`' if path else 'The run'}\n\n{inspect.getdoc(model)}\n\n"
-        text += "| key | type | default |\n|---|---|---|\n"
+        prose, keys = about(model)
+        text += f"\n## {f'`{path}`' if path else 'The run'}\n\n{prose}\n\n"
+        text += "| key | type | default |" + (" about |\n|---|---|---|---|\n" if keys else "\n|---|---|---|\n")
         for name, info in model.model_fields.items():
-            text += f"| `{name}` | {kind(info.annotation)} | {default(info)} |\n"
+            text += f"| `{name}` | {kind(info.annotation)} | {default(info)} |"
+            text += f" {keys.get(name, '')} |\n" if keys else "\n"
     return text
 
 

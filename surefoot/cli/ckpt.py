@@ -230,7 +230,7 @@ def _info_row(info: CheckpointInfo) -> tuple[str, ...]:
         info.path.name,
         state,
         _size(manifest.num_bytes),
-        manifest.created.removesuffix("+00:00"),
+        manifest.created.removesuffix("+00:00").replace("T", " "),
         str(manifest.attempt.number),
         metrics,
     )
@@ -258,9 +258,10 @@ def _print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[st
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=any(headings))
+    typer.echo(title)
+    table = Table(box=box.SIMPLE_HEAD, show_header=any(headings), padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")  # narrow terminals and pipes: nothing is cut off
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,4 +61,7 @@ def _turn(run: object) -> None:
     assert isinstance(run, Run)
     outcome = loop.train(run)
     typer.echo(f"{outcome.reason}; {outcome.steps} steps done, the run is at step {run.clock.step}")
+    saved = run.checkpoints.get_latest_checkpoint_path()
+    if saved is not None:
+        typer.echo(f"saved as {saved}; to go on: surefoot resume {shlex.quote(run.kit.config.run_dir)}")
     raise typer.Exit(outcome.exit_code)

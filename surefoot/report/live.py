@@ -70,7 +70,12 @@ class LiveProgress(PlainProgress):
         grid.add_row("running", duration(self._timeline.elapsed_s()) + now)
         if self._total_steps is not None:
             grid.add_row("", ProgressBar(self._total_steps, self._step, width=2 * _BARS))
+        # Room for a terminal's echo of ^C, which would otherwise wrap and leave a line of the frame behind.
         title = Text.assemble(("surefoot  ", "bold cyan"), self._title)
         yield Panel(
-            grid, title=title, title_align="left", border_style="dim cyan", width=min(options.max_width, _MAX_WIDTH)
+            grid,
+            title=title,
+            title_align="left",
+            border_style="dim cyan",
+            width=min(max(options.max_width - 3, 4), _MAX_WIDTH),
         )
