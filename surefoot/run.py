@@ -27,8 +27,6 @@ class Report(Saveable, AbstractContextManager[Any], Protocol):
         """step, epoch, consumed_samples, consumed_tokens, and this step's metrics as "train:<m>" and "val:<m>"."""
         ...
 
-    def message(self, text: str) -> None: ...
-
 
 class Stop(AbstractContextManager[Any], Protocol):
     """Signals and the deadline. Signals are caught inside its `with` block."""
