@@ -392,7 +392,7 @@ def main() -> None:
         print(json.dumps(child(args.child, args)))
         return
     with tempfile.TemporaryDirectory(prefix="surefoot-bench-", dir=args.dir) as directory:
-        args.dir = directory
+        args.dir = str(Path(directory).absolute())  # DCP takes a file:// address, which has no relative form
         drain_s = drain_seconds(args)
         step_s = drain_s / 3
         results: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
