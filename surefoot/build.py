@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 
 from surefoot import run_dir as folders
-from surefoot.checkpoint import Arena, CheckpointManager, ResumePoint, check_fingerprints
+from surefoot.build_engines import EngineBuilder
+from surefoot.checkpoint import CheckpointManager, ResumePoint, check_fingerprints
 from surefoot.checkpoint.directory import lock_all, scan
 from surefoot.checkpoint.storage import write_small_file
 from surefoot.config import RunConfig, parse_duration_s
@@ -29,11 +30,11 @@ from surefoot.config_file import (
     load_algorithm,
     load_config,
     parse_config,
+    section_name,
 )
 from surefoot.data.prepare import Dataset, prepare
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import models
-from surefoot.engine.local import LocalEngine
 from surefoot.errors import CheckpointError, ResumeRefused
 from surefoot.fingerprints import fingerprints
 from surefoot.report import RunReport, configure_logging
@@ -117,30 +118,29 @@ def _assemble(
         torch.set_num_threads(config.policy.num_threads)
     specs = algorithm.engines()
     tokenizer = _tokenizer(config, point, specs["policy"])
+    plane = MemoryPlane()
+    builder = EngineBuilder(specs, config, tokenizer, point, plane)
+    builder.check_folders()
     train_data, validation_data = _datasets(config, tokenizer, console, pairs=algorithm.pairs)
     engines: dict[str, Engine] = {}  # filled below: how long the run is, and so its schedule, follows from the source
-    plane = MemoryPlane()
     kit = Kit(config, tokenizer, train_data, validation_data, engines, plane)
     source = algorithm.source(kit)
     total_steps = _total_steps(config, source)
-    loaded = {name: _trained(name, spec, config, tokenizer, point) for name, spec in specs.items() if spec.trained}
+    loaded = builder.load()
     manager.fingerprints = fingerprints(config.algorithm, algorithm_config(config), loaded["policy"], train_data)
     if point.reader is not None:
         check_fingerprints(point.reader.manifest, manager.fingerprints, allow)
-    local = {name: _engine(model, config, plane, total_steps) for name, model in loaded.items()}
-    views: dict[str, Engine] = {}
-    for name, spec in specs.items():
-        if not spec.trained and spec.base_of is not None and config.policy.lora is not None:
-            views[name] = local[spec.base_of].base_view()
-        elif not spec.trained:
-            local[name] = _frozen(spec, config, tokenizer, plane)
-    engines |= {**local, **views}
+    engines |= builder.build(loaded, total_steps)
     if config.checkpointing.enabled:
-        num_bytes = sum(engine.state_bytes for engine in local.values())
+        num_bytes = sum(engine.state_bytes for engine in builder.local.values())
         manager.check_space(num_bytes, manager.policy.num_saves(total_steps) if total_steps else None)
-        for engine in local.values():
+        for engine in builder.local.values():
             engine.warm()
     report = _report(config, manager, total_steps, console)
+    if any(spec.precomputed is not None for spec in specs.values()):  # all that could be wrong has shown by now
+        with preparing(console, "log-probs of the frozen model") as progress:
+            builder.fill(engines, (train_data, *validation_data.values()), manager.fingerprints, progress)
+    _write_config(config)
     stop = _stop(config)
     run = Run(algorithm, kit, source, LocalSync(()), manager, report, stop, _limits(config))
     _restore(run, point, report)
@@ -170,34 +170,6 @@ def _tokenizer(config: RunConfig, point: ResumePoint, policy: EngineSpec) -> Any
     return models.load_tokenizer_from_checkpoint(point.reader.under("policy"))
 
 
-def _trained(name: str, spec: EngineSpec, config: RunConfig, tokenizer: Any, point: ResumePoint) -> models.LoadedModel:
-    """The model of a trained engine. What every engine is made of, the section `policy` says."""
-    if point.reader is None:
-        return models.load(config.policy, tokenizer=tokenizer, seed=config.seed, kind=spec.kind)
-    reader = point.reader.under(name)
-    return models.load_from_checkpoint(reader, config.policy, tokenizer, seed=config.seed, kind=spec.kind)
-
-
-def _engine(loaded: models.LoadedModel, config: RunConfig, plane: MemoryPlane, total_steps: int | None) -> LocalEngine:
-    return LocalEngine(
-        loaded.model,
-        loaded.files,
-        config.policy,
-        plane,
-        Arena(),
-        seed=config.seed,
-        total_optimizer_steps=total_steps,
-        save_optimizer=config.checkpointing.save_optimizer,
-    )
-
-
-def _frozen(spec: EngineSpec, config: RunConfig, tokenizer: Any, plane: MemoryPlane) -> LocalEngine:
-    """The policy's model as it was before training, on a resume too: a checkpoint holds its fingerprint alone."""
-    section = config.policy.model_copy(update={"lora": None})
-    loaded = models.load(section, tokenizer=tokenizer, seed=config.seed, kind=spec.kind)
-    return LocalEngine(loaded.model, loaded.files, section, plane, Arena(), seed=config.seed, trained=False)
-
-
 def _datasets(
     config: RunConfig, tokenizer: Any, console: Console, *, pairs: bool
 ) -> tuple[Dataset, dict[str, Dataset]]:
@@ -219,7 +191,14 @@ def _total_steps(config: RunConfig, source: Source) -> int | None:
 
 
 def _report(config: RunConfig, manager: CheckpointManager, total_steps: int | None, console: Console) -> RunReport:
-    """Made last: it writes the first files of the run."""
+    missed = manager.policy.missed_validations(config.checkpointing.metric_name, config.val_period)
+    if missed is not None:
+        _log.warning(missed)
+    return RunReport(Path(config.run_dir), config.logger, total_steps=total_steps, console=console)
+
+
+def _write_config(config: RunConfig) -> None:
+    """The run's first file: with it the folder is a run's, to be resumed."""
     run_dir = Path(config.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -229,10 +208,6 @@ def _report(config: RunConfig, manager: CheckpointManager, total_steps: int | No
             f"{run_dir} cannot be written to: {error.strerror or error}. "
             f"Make room, or make it writable, or name another folder as run_dir."
         ) from error
-    missed = manager.policy.missed_validations(config.checkpointing.metric_name, config.val_period)
-    if missed is not None:
-        _log.warning(missed)
-    return RunReport(run_dir, config.logger, total_steps=total_steps, console=console)
 
 
 def _stop(config: RunConfig) -> StopWatch:
@@ -318,6 +293,9 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     values["run_dir"] = full(config.run_dir)
     values["policy"] = absolute(values["policy"], "model_name")
     values["policy"]["tokenizer"] = absolute(values["policy"]["tokenizer"], "name")
+    section = section_name(config.algorithm)
+    places = [key for key in algorithm_config(config).places if values[section][key] is not None]
+    values[section] |= {key: full(values[section][key]) for key in places}
     data, checkpointing = values["data"], values["checkpointing"]
     data["train"] = absolute(data["train"], "path")
     data["validation"] = {name: absolute(section, "path") for name, section in data["validation"].items()}

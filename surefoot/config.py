@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -47,6 +48,7 @@ PositiveReal = Annotated[float, BeforeValidator(_finite), Field(gt=0)]
 NonNegativeReal = Annotated[float, BeforeValidator(_finite), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_finite), Field(ge=0, lt=1)]
 PositiveInt = Annotated[int, BeforeValidator(_whole_from_number), Field(gt=0)]
+RowsOfPairs = Annotated[PositiveInt, Field(multiple_of=2)]
 NonNegativeInt = Annotated[int, BeforeValidator(_whole_from_number), Field(ge=0)]
 Place = Annotated[str, Field(min_length=1)]  # a path or a hub name; an empty one would be the working directory
 
@@ -58,7 +60,19 @@ class Section(BaseModel):
 
 
 class AlgorithmConfig(Section):
-    """Base of an algorithm's own section. Its key in the file is the algorithm's name."""
+    """Base of an algorithm's own section. Its key in the file is the algorithm's name.
+
+    `places` are keys of folders: they may change on a resume, for what lies there is compared by its content.
+    """
+
+    places: ClassVar[tuple[str, ...]] = ()
+
+    def check_run(self, run: RunConfig) -> None:
+        """What this section asks of the others. Raises `ValueError`."""
+
+    def measures(self) -> Sequence[str]:
+        """Names of what validation measures. Empty: they are not known, and `metric_name` is not checked."""
+        return ()
 
 
 # -------------------------------------------------------------------------------------------------------- the engine
@@ -313,7 +327,7 @@ class LoggerConfig(Section):
 # ------------------------------------------------------------------------------------------------------- the whole run
 
 
-_METRIC_GROUPS = ("rewards", "logps", "loss", "scores")  # of metrics whose own names have a slash
+_METRIC_GROUPS = ("rewards", "logps", "loss", "scores", "bco")  # of metrics whose own names have a slash
 
 
 class RunConfig(Section):

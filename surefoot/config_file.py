@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, ValidationError, create_model, model_validator
 
 from surefoot.config import AlgorithmConfig, RunConfig
 from surefoot.errors import ConfigError
@@ -128,7 +128,23 @@ def _run_config_model(algorithm: type[Algorithm], section: str) -> type[RunConfi
     needed = any(info.is_required() for info in config_class.model_fields.values())
     default = ... if needed else config_class()
     fields: dict[str, Any] = {section: (config_class, default)}
-    return create_model("RunConfig", __base__=RunConfig, **fields)
+
+    def fits(run: RunConfig) -> RunConfig:
+        own: AlgorithmConfig = getattr(run, section)
+        own.check_run(run)
+        scope, _, metric = (run.checkpointing.metric_name or "").partition(":")
+        known = [
+            set_name + name for set_name in ("", *(f"{n}/" for n in run.data.validation)) for name in own.measures()
+        ]
+        if scope == "val" and known and metric not in known:
+            raise ValueError(
+                f"checkpointing.metric_name: validation measures no {metric!r}{_hint(metric, known)}; expected one of "
+                f"{', '.join(own.measures())}, by itself or behind a set's name and a slash"
+            )
+        return run
+
+    checks: dict[str, Any] = {"fits": model_validator(mode="after")(fits)}
+    return create_model("RunConfig", __base__=RunConfig, __validators__=checks, **fields)
 
 
 # -------------------------------------------------------------------------------------------------------------- YAML
@@ -326,17 +342,20 @@ class ConfigChange:
     path: str
     before: Any
     after: Any
+    is_place: bool = False
 
     @property
     def allowed(self) -> bool:
-        return any(self.path == key or self.path.startswith(f"{key}.") for key in MAY_CHANGE)
+        return self.is_place or any(self.path == key or self.path.startswith(f"{key}.") for key in MAY_CHANGE)
 
 
 def config_changes(before: RunConfig, after: RunConfig) -> list[ConfigChange]:
     """Every key whose value differs, in the file's order."""
     old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
     paths = list(dict.fromkeys([*old, *new]))
-    return [ConfigChange(path, old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path)]
+    places = {f"{section_name(after.algorithm)}.{key}" for key in algorithm_config(after).places}
+    changes = (ConfigChange(path, old.get(path), new.get(path), path in places) for path in paths)
+    return [change for change in changes if change.before != change.after]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

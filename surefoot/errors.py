@@ -11,8 +11,9 @@ class SurefootError(Exception):
     exit_code = 1
 
 
-class ConfigError(SurefootError):
-    """The configuration cannot be run as it stands. Names the key's path, the value and what was expected."""
+class ConfigError(SurefootError, ValueError):
+    """The configuration cannot be run as it stands. Names the key's path, the value and what was expected. A
+    `ValueError` too, so that a section's own checks may raise it."""
 
     exit_code = 2
 

@@ -29,7 +29,9 @@ def fingerprints(
         ),
         "chat_template": _of(template, "none" if template is None else f"one that begins {str(template)[:60]!r}"),
         "dataset": Fingerprint(dataset.fingerprint, dataset.description),
-        "algorithm": _of([algorithm, section.model_dump(mode="json")], f"{algorithm} with {section!r}"),
+        "algorithm": _of(
+            [algorithm, section.model_dump(mode="json", exclude=set(section.places))], f"{algorithm} with {section!r}"
+        ),
         "layout": _of([1], "1 rank"),
     }
 

@@ -162,6 +162,18 @@ class Stager(Protocol):
         ...
 
 
+class Cache(Protocol):
+    """Tensors on disk that outlive the run. All follow from one key: what came of other things is not here."""
+
+    def read(self, name: str) -> dict[str, Tensor] | None:
+        """What `write` wrote under this name, bit for bit, or `None`."""
+        ...
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write all of it or nothing. Raises `StorageFailed` when it cannot be written."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SaveEvent:
     """What the checkpoint manager tells the reports. May come from the background thread."""
@@ -373,13 +385,21 @@ class EngineSpec:
     Attributes:
         kind: "causal_lm", or "scalar" for one number per token (reward and value models).
         trained: a frozen engine has no optimizer and is not captured; its fingerprint is.
-        base_of: a frozen engine that is the named engine's model as it was before training: with LoRA a view of the
-            same model with its adapter off, else a second one.
+        base_of: a frozen engine is the named engine's model as it was before training: with LoRA a view of the same
+            model with its adapter off, else a second one.
+        model: a frozen engine's own folder, in place of that. Its tokenizer must be the policy's.
+        synced: an engine that is not trained, yet changed: it is captured and restored like a trained one.
+        precomputed: what a frozen engine puts out on all rows of the data sets by this head is computed before the
+            first step, kept in the folder `cache`, and looked up: the model is in memory for that time at most.
     """
 
     kind: Literal["causal_lm", "scalar"] = "causal_lm"
     trained: bool = True
-    base_of: str | None = None
+    base_of: str = "policy"
+    model: str | None = None
+    synced: bool = False
+    precomputed: Head | None = None
+    cache: str | None = None
 
 
 class Engine(Saveable, Protocol):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -36,12 +38,30 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return 0
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
-def test_commands_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    monkeypatch.chdir(tmp_path)
+def run_all(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    monkeypatch.chdir(folder)
     for command in commands(page):
         assert run(command, monkeypatch) == 0, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_all(page, tmp_path, monkeypatch)
+
+
+def test_the_readmes_commands_run_and_its_models_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_all(ROOT / "README.md", tmp_path, monkeypatch)
+    for name, metric in (("rm", "heldout/accuracy"), ("dpo", "heldout/rewards/accuracies")):
+        lines = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
+        before, *_, after = (line[metric] for line in lines if metric in line)
+        assert before < 0.65, name
+        assert after >= 0.85, name
+
+
+def test_the_examples_data_are_what_their_script_makes() -> None:
+    made = runpy.run_path(str(ROOT / "examples/additions/make.py"))["files"]()
+    assert {name: (ROOT / "examples/additions" / name).read_text() for name in made} == made
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(SERVICES, PARSED),
     "algorithms": {"losses", "advantages", "alignment", *SERVICES, "rollout"} | PARSED,
 }
-ANYTHING = {"build", "fingerprints", "cli", "demo", "__main__"}
+ANYTHING = {"build", "build_engines", "fingerprints", "cli", "demo", "__main__"}
 
 
 def part_of(path: Path) -> str:

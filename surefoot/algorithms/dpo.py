@@ -1,4 +1,4 @@
-"""Direct preference optimisation: make the chosen answer likelier and the rejected one less likely, against a frozen
+"""Direct preference optimisation: make the chosen answer likelier and the rejected one less likely, against a
 reference; fifteen losses, alone or mixed."""
 
 from __future__ import annotations
@@ -9,27 +9,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from surefoot.config import AlgorithmConfig, PositiveInt, PositiveReal, Real, Section
-from surefoot.data.source import training_source, validate
-from surefoot.errors import ConfigError
+from surefoot.config import AlgorithmConfig, Place, PositiveInt, PositiveReal, Real, RowsOfPairs, RunConfig, Section
+from surefoot.data.source import DatasetSource, training_source, validate
 from surefoot.losses.preference import LossEntry, PreferenceLoss, next_shift
-from surefoot.types import (
-    Algorithm,
-    BatchRef,
-    Clock,
-    EngineSpec,
-    Head,
-    Kit,
-    Metric,
-    Metrics,
-    Objective,
-    Poll,
-    Reader,
-    Source,
-    Writer,
-)
-
-PRESETS = {"mpo": (LossEntry("sigmoid", 0.8), LossEntry("bco_pair", 0.2), LossEntry("sft", 1.0))}
+from surefoot.types import Algorithm, BatchRef, Clock, EngineSpec, Head, Kit, Metrics, Objective, Poll, Reader, Writer
 
 
 class PreferenceLossConfig(Section):
@@ -43,6 +26,13 @@ class PreferenceLossConfig(Section):
     discopop_tau: PositiveReal | None = None
 
 
+class SyncConfig(Section):
+    """TR-DPO (arXiv:2404.09656): every `period` steps, reference ← `mixup` · policy + (1 − `mixup`) · reference."""
+
+    period: PositiveInt
+    mixup: Annotated[Real, Field(gt=0, le=1)] = 0.6
+
+
 class DPOConfig(AlgorithmConfig):
     """Which losses are minimised, and against what.
 
@@ -51,7 +41,11 @@ class DPOConfig(AlgorithmConfig):
         preset: "mpo" in place of `losses`: 0.8 sigmoid + 0.2 bco_pair + 1.0 sft (arXiv:2411.10442).
         beta: of each loss that reads one and sets none itself; default: 0.1.
         reference: "frozen": the policy as it was before training; under `policy.lora` that is the same model with its
-            adapter off, else a second one in memory. "none": log-probs under the reference count as 0.
+            adapter off, else a second one in memory. "precomputed": its log-probs of all rows are computed before the
+            first step, so that there is no second model. "none": log-probs under the reference count as 0.
+        reference_model: the folder of another model to be the reference; its tokenizer must be the policy's.
+        reference_cache: where precomputed log-probs are kept; default: surefoot/reference_logprobs in ~/.cache.
+        sync_reference: how the reference follows the policy, if it does.
         length_average: log-probs of an answer are divided by its tokens.
         ld_alpha: how much tokens beyond the pair's shorter answer count, from 0 to 1 (LD-DPO).
         wpo: weight pairs by how likely they are under the policy (WPO).
@@ -59,47 +53,45 @@ class DPOConfig(AlgorithmConfig):
             aot and aot_unpaired, which sort the pairs of a batch.
     """
 
+    places: ClassVar[tuple[str, ...]] = ("reference_model", "reference_cache")
+
     losses: list[PreferenceLossConfig] = Field(default=[])
     preset: Literal["mpo"] | None = None
     beta: PositiveReal | None = None
-    reference: Literal["frozen", "none"] = "frozen"
+    reference: Literal["frozen", "precomputed", "none"] = "frozen"
+    reference_model: Place | None = None
+    reference_cache: Place | None = None
+    sync_reference: SyncConfig | None = None
     length_average: bool = False
     ld_alpha: Annotated[Real, Field(ge=0, le=1)] | None = None
     wpo: bool = False
-    val_batch_size: PositiveInt = 32
+    val_batch_size: RowsOfPairs = 32
 
     @model_validator(mode="after")
-    def _losses_fit_their_options(self) -> DPOConfig:
-        if self.losses and self.preset is not None:
-            raise ValueError(f"expected losses or preset, found both (preset: {self.preset})")
-        try:
-            self.loss()
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+    def _options_fit(self) -> DPOConfig:
+        need = {"reference_model": "frozen, precomputed", "reference_cache": "precomputed", "sync_reference": "frozen"}
+        for key, kinds in need.items():
+            if getattr(self, key) is not None and self.reference not in kinds:
+                raise ValueError(f"{key} needs reference: {kinds}; found {self.reference}")
+        self.loss()
         return self
+
+    def check_run(self, run: RunConfig) -> None:
+        if self.sync_reference is not None and run.policy.lora is not None:
+            raise ValueError("dpo.sync_reference mixes whole models; under policy.lora only an adapter is trained")
 
     def loss(self) -> PreferenceLoss:
         """Raises `ConfigError` when a loss or an option cannot be used."""
-        given = tuple(LossEntry(**entry.model_dump()) for entry in self.losses)
-        entries = PRESETS[self.preset] if self.preset else given or (LossEntry("sigmoid"),)
-        loss = PreferenceLoss(
-            entries, self.reference == "frozen", self.length_average, ld_alpha=self.ld_alpha, wpo=self.wpo
-        )
-        if self.beta is None:
-            return loss
-        open_to_it = [entry.beta is None and "beta" in entry.options for entry in entries]
-        if not any(open_to_it):
-            raise ConfigError("beta: every loss sets its own or reads none: remove beta")
-        shared = [
-            replace(entry, beta=self.beta) if is_open else entry
-            for entry, is_open in zip(entries, open_to_it, strict=True)
-        ]
-        return replace(loss, entries=tuple(shared))
+        entries = [LossEntry(**entry.model_dump()) for entry in self.losses]
+        whole = self.model_dump(include={"length_average", "ld_alpha", "wpo"})
+        return PreferenceLoss.of(entries, self.preset, self.beta, reference=self.reference != "none", **whole)
+
+    def measures(self) -> Sequence[str]:
+        return self.loss().measures
 
 
 class DPO(Algorithm):
-    """The whole method: rows come as pairs, the reference's log-probs are added to them, one loss is minimised. Its
-    running state is BCO's shift."""
+    """Rows come as pairs, the reference's log-probs are added, one loss is minimised. Its state: BCO's shift, steps."""
 
     Config = DPOConfig
     config: DPOConfig
@@ -107,50 +99,51 @@ class DPO(Algorithm):
 
     def __init__(self, config: DPOConfig) -> None:
         super().__init__(config)
-        self._loss = config.loss()
+        self._loss, self._steps = config.loss(), 0
 
     def engines(self) -> Mapping[str, EngineSpec]:
-        reference = {"reference": EngineSpec(trained=False, base_of="policy")} if self._loss.reference else {}
-        return {"policy": EngineSpec(), **reference}
+        config, specs = self.config, {"policy": EngineSpec()}
+        if config.reference != "none":
+            specs["reference"] = EngineSpec(
+                trained=False,
+                model=config.reference_model,
+                synced=config.sync_reference is not None,
+                precomputed=Head() if config.reference == "precomputed" else None,
+                cache=config.reference_cache,
+            )
+        return specs
 
-    def source(self, kit: Kit) -> Source:
+    def source(self, kit: Kit) -> DatasetSource:
         return training_source(kit)
 
     def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:
-        if not self._loss.reference:
-            return ref
-        return kit.engines["reference"].infer(ref, Head(("logprobs",)), {"logprobs": "reference_logprobs"})
+        into = {"logprobs": "reference_logprobs"}
+        return kit.engines["reference"].infer(ref, Head(), into) if self._loss.reference else ref
 
     def objectives(self, clock: Clock) -> Sequence[Objective]:
         return [Objective("policy", Head(self._loss.outputs), self._loss)]
 
     def observe(self, metrics: Metrics, kit: Kit) -> None:
+        self._steps += 1
         if "bco/mean_reward" in metrics:
             self._loss = replace(self._loss, shift=next_shift(self._loss.shift, metrics))
+        sync = self.config.sync_reference
+        if sync is not None and self._steps % sync.period == 0:
+            policy = kit.engines["policy"].weights()
+            for name, tensor in kit.engines["reference"].weights().items():
+                tensor.lerp_(policy[name], sync.mixup)
 
     def evaluate(self, kit: Kit, poll: Poll) -> Metrics:
         """The loss, its parts, rewards, accuracy and log-probs, on each set and over all of them."""
-        (objective,) = self.objectives(Clock())
-        policy = kit.engines["policy"]
-
-        def measure(batch: BatchRef) -> Metrics:
-            return policy.evaluate(self.enrich(batch, kit), objective)
-
-        return self._with_totals(validate(kit, poll, self.config.val_batch_size, measure))
-
-    def _with_totals(self, measured: Metrics) -> Metrics:
-        """`loss` made anew of its parts: a batch weighs by pairs in it and by tokens in `loss/sft`, so that a mean over
-        batches would depend on how the rows were cut."""
-        totals: dict[str, Metric] = {}
-        for name, metric in measured.items():
-            if name == "loss" or name.endswith("/loss"):
-                parts = [entry.weight * measured[f"{name}/{entry.name}"].value for entry in self._loss.entries]
-                totals[name] = replace(metric, value=sum(parts))
-        return {**measured, **totals}
+        policy, (objective,) = kit.engines["policy"], self.objectives(Clock())
+        rows = self.config.val_batch_size
+        found = validate(kit, poll, rows, lambda batch: policy.evaluate(self.enrich(batch, kit), objective))
+        return self._loss.with_totals(found)
 
     def snapshot(self) -> Writer:
-        state = {"shift": self._loss.shift}
+        state = {"shift": self._loss.shift, "steps": self._steps}
         return lambda sink: sink.json("dpo.json", state)
 
     def restore(self, reader: Reader) -> None:
-        self._loss = replace(self._loss, shift=float(reader.json("dpo.json")["shift"]))
+        state = reader.json("dpo.json")
+        self._loss, self._steps = replace(self._loss, shift=float(state["shift"])), int(state["steps"])

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from surefoot.config import AlgorithmConfig, NonNegativeReal, PositiveInt
+from surefoot.config import AlgorithmConfig, NonNegativeReal, RowsOfPairs
 from surefoot.data.source import training_source, validate
 from surefoot.errors import ConfigError
 from surefoot.losses.reward import RewardLoss
@@ -26,7 +26,13 @@ class RMConfig(AlgorithmConfig):
 
     margins: bool = False
     centring: NonNegativeReal = 0.0
-    val_batch_size: PositiveInt = 32
+    val_batch_size: RowsOfPairs = 32
+
+    def loss(self) -> RewardLoss:
+        return RewardLoss(self.margins, self.centring)
+
+    def measures(self) -> Sequence[str]:
+        return self.loss().measures
 
 
 class RM(Algorithm):
@@ -49,7 +55,7 @@ class RM(Algorithm):
         return training_source(kit)
 
     def objectives(self, clock: Clock) -> Sequence[Objective]:
-        return [Objective("policy", Head(("scalar",)), RewardLoss(self.config.margins, self.config.centring))]
+        return [Objective("policy", Head(("scalar",)), self.config.loss())]
 
     def evaluate(self, kit: Kit, poll: Poll) -> Metrics:
         """Loss, accuracy, margin and mean scores, on each set and over all of them."""

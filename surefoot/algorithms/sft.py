@@ -16,6 +16,9 @@ class SFTConfig(AlgorithmConfig):
 
     val_batch_size: PositiveInt = 32
 
+    def measures(self) -> Sequence[str]:
+        return ("loss", "perplexity", "num_tokens", "skipped_rows")
+
 
 class SFT(Algorithm):
     """The whole method. Rows come from the data set, nothing is added to them, one loss is minimised."""

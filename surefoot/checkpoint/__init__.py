@@ -1,5 +1,6 @@
 """Checkpoints: written in the background, committed atomically, proven on disk. Start reading at `manager.py`."""
 
+from surefoot.checkpoint.cache import TensorCache, cache_home
 from surefoot.checkpoint.directory import CheckpointInfo
 from surefoot.checkpoint.export import export_merged, export_weights
 from surefoot.checkpoint.inspection import Description, Difference, describe, diff
@@ -23,7 +24,9 @@ __all__ = [
     "LocalSink",
     "Manifest",
     "ResumePoint",
+    "TensorCache",
     "Verification",
+    "cache_home",
     "check_fingerprints",
     "describe",
     "die_with_parent",

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import metadata
 
 import typer
 
 from surefoot import stop  # imported first: it notes when the process started
-from surefoot.cli import ckpt, config, data, demo, model, run
+from surefoot.cli import ckpt, config, data, demo, model, run, score
 from surefoot.errors import SurefootError
 
 # TorchInductor, tokenizers and OpenMP read these when they start.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"surefoot {metadata.version('surefoot')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="surefoot",
-    help="Post-trains language models and never loses the run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("train")(run.train)
 app.command("resume")(run.resume)
+app.command("score")(score.score)
 app.command("demo")(demo.demo)
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print it and end."),
+) -> None:
+    """Post-trains language models and never loses the run."""
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def inspect(
     from surefoot.engine.models import load_tokenizer
 
     source = DatasetConfig(
-        path=file, split=split, columns=_mapping(columns), on_bad_row="skip" if skip_bad_rows else "error"
+        path=file, split=split, columns=columns_mapping(columns), on_bad_row="skip" if skip_bad_rows else "error"
     )
     data = DataConfig(
         train=source,
@@ -69,7 +69,7 @@ def inspect(
         _show(dataset, tokenizer, rows, max_length)
 
 
-def _mapping(columns: list[str]) -> dict[str, str]:
+def columns_mapping(columns: list[str]) -> dict[str, str]:
     mapping = dict(text.partition("=")[::2] for text in columns)
     for ours, theirs in mapping.items():
         if not ours or not theirs:

@@ -55,6 +55,7 @@ class LocalEngine:
         total_optimizer_steps: what the run is to do, if known; where a schedule decays that sets no `decay_steps`.
         save_optimizer: without it a checkpoint can be loaded and not resumed.
         trained: a frozen engine has no optimizer; its fingerprint is saved in place of its weights.
+        synced: a frozen engine whose weights are assigned to or changed in place: they are saved.
     """
 
     def __init__(
@@ -69,11 +70,12 @@ class LocalEngine:
         total_optimizer_steps: int | None = None,
         save_optimizer: bool = True,
         trained: bool = True,
+        synced: bool = False,
     ) -> None:
         self.device = resolve_device(config.device)
         self.model = model.to(self.device)
         self._files, self._config, self._plane, self._stager = dict(files), config, plane, stager
-        self._seed, self._save_optimizer, self._trained = seed, save_optimizer, trained
+        self._seed, self._save_optimizer, self._captured = seed, save_optimizer, trained or synced
         self._adapted = ADAPTER_CONFIG in files
         self._weights_file = ADAPTER_WEIGHTS if self._adapted else WEIGHTS_FILE
         self._weights = adapter_weights(self.model) if self._adapted else weights_by_name(self.model)
@@ -274,23 +276,23 @@ class LocalEngine:
     @property
     def state_bytes(self) -> int:
         """Size of what a snapshot captures: of a frozen engine nothing."""
-        return sum(t.numel() * t.element_size() for t in self._state().values()) if self._trained else 0
+        return sum(t.numel() * t.element_size() for t in self._state().values()) if self._captured else 0
 
     def warm(self) -> None:
         """Make room for captures and take the fingerprint of what is frozen, before the first step."""
-        if self._trained:
+        if self._captured:
             self._stager.warm(self._state())
-        if self._adapted or not self._trained:
+        if self._adapted or not self._captured:
             _ = self.frozen_fingerprint
 
     def settle(self) -> None:
         pass
 
     def snapshot(self) -> Writer:
-        if self._optimizer is None or not self._trained:
+        if not self._captured:
             return frozen_writer(self.frozen_fingerprint)
         captured = self._stager.capture(self._state())
-        description = self._optimizer.description()
+        description = self._optimizer.description() if self._optimizer is not None and self._save_optimizer else None
         base = {"name": self._base_name(), "weights": self.frozen_fingerprint} if self._adapted else None
 
         def write(sink: Sink) -> None:
@@ -299,9 +301,9 @@ class LocalEngine:
                 folder.bytes(name, data)
             with self._stager.draining():
                 folder.tensors(self._weights_file, _part(captured, "weights/"), {"format": "pt"})
-                if self._save_optimizer:
+                if description is not None:
                     sink.tensors("optimizer/state.safetensors", _part(captured, "optimizer/"))
-            if self._save_optimizer:
+            if description is not None:
                 sink.json("optimizer/state.json", description)
             if base is not None:
                 sink.json("base.json", base)
@@ -311,10 +313,10 @@ class LocalEngine:
     def restore(self, reader: Reader) -> None:
         """Raises `ResumeRefused` when the checkpoint has no optimizer state, or frozen weights are others."""
         self._fingerprint = None
-        if self._optimizer is None:
+        if not self._captured:
             require_same_frozen(reader, self.frozen_fingerprint)
             return
-        if "optimizer/state.json" not in reader.files():
+        if self._optimizer is not None and "optimizer/state.json" not in reader.files():
             raise ResumeRefused(
                 "the checkpoint has no optimizer state (it was saved with checkpointing.save_optimizer: false): it can "
                 "be loaded as a model, not resumed"
@@ -323,7 +325,8 @@ class LocalEngine:
             require_same_base(reader, self.frozen_fingerprint)
         file = f"weights/{self._weights_file}"
         copy_exactly(reader.tensors(file), self._weights, file)
-        self._optimizer.restore(reader.json("optimizer/state.json"), reader.tensors("optimizer/state.safetensors"))
+        if self._optimizer is not None:
+            self._optimizer.restore(reader.json("optimizer/state.json"), reader.tensors("optimizer/state.safetensors"))
 
     def _state(self) -> dict[str, Tensor]:
         state = {f"weights/{name}": tensor for name, tensor in self._weights.items()}

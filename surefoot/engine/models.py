@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
+import xxhash
 from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import (
@@ -207,15 +209,49 @@ def check_fits(model: Any, tokenizer: Any, max_total_sequence_length: int, sourc
     _check_length(model.config, max_total_sequence_length, source)
 
 
-def check_folder(config: EngineConfig, kind: Kind = "causal_lm") -> None:
-    """What the small files of the model's folder tell, so that it shows before all the data is read.
+def check_folder(config: EngineConfig, kind: Kind = "causal_lm", key: str = "policy.model_name") -> None:
+    """What the small files of the model's folder tell, so that it shows before all the data is read. `key`: where the
+    configuration names it.
 
     Raises:
         ModelError: the folder holds no model that can be trained, or rows may be longer than the model can read.
     """
     if config.model_name is not None:
-        hf_config = _trainable_config(_resolve(config.model_name, "policy.model_name"), kind)
+        hf_config = _trainable_config(_resolve(config.model_name, key), kind)
         _check_length(hf_config, config.max_total_sequence_length, config.model_name)
+
+
+def weights_fingerprint(config: EngineConfig) -> str | None:
+    """Of the files that `load` would take the weights from, bit by bit, without loading them; `None` where they are
+    drawn. Raises `ModelError` when there is no such folder."""
+    if config.model_name is None:
+        return None
+    folder = _resolve(config.model_name, "policy.model_name")
+    digest = xxhash.xxh3_128()
+    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        with path.open("rb") as file:
+            digest.update(f"{path.name}:{hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def require_same_tokenizer(policy: Any, other: Any, name: str) -> None:
+    """Raises `ModelError`, naming the first differences, when another model's tokenizer gives a token another id than
+    the policy's, or has other special tokens: one id would mean two things."""
+    ours, theirs = _ids_by_name(policy), _ids_by_name(other)
+    differing = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n, "absent") != theirs.get(n, "absent"))
+    if differing:
+        shown = [f"{n!r} is {ours.get(n, 'absent')} here and {theirs.get(n, 'absent')} there" for n in differing[:5]]
+        more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise ModelError(
+            f"{name}: its tokenizer is not the policy's: {'; '.join(shown)}{more}. Two models can be compared over the "
+            "same token ids alone: use one with this very tokenizer"
+        )
+
+
+def _ids_by_name(tokenizer: Any) -> dict[str, Any]:
+    """Tokens, added ones included, and the special ones by their roles."""
+    roles = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad", "unk")}
+    return {**tokenizer.get_vocab(), **roles}
 
 
 def _check_length(hf_config: Any, max_total_sequence_length: int, source: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +71,11 @@ def _check_option(where: str, option: str, value: float) -> None:
         raise ConfigError(f"{where}: {option} must be above 0, found {value}")
 
 
+PRESETS: Mapping[str, tuple[LossEntry, ...]] = {
+    "mpo": (LossEntry("sigmoid", 0.8), LossEntry("bco_pair", 0.2), LossEntry("sft", 1.0)),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss:
     """Σ weight · mean over pairs of each entry's loss; `sft`'s mean is over the chosen sides' tokens.
@@ -122,8 +127,28 @@ class PreferenceLoss:
             raise ConfigError("ld_alpha: sft ignores it: remove ld_alpha")
         if self.shift and "bco_pair" not in names:
             raise ConfigError(f"shift: only bco_pair reads it, found {self.shift} with {sorted(names)}")
+        if "sppo_hard" in names and not self.reference:
+            raise ConfigError(
+                "sppo_hard wants log-ratios of ±1/2β; without a reference it makes rejected answers likelier, up to a "
+                "log-prob of −1/2β: take a reference, or another loss"
+            )
         if self.wpo and self.whole_step:
             raise ConfigError("wpo weights pairs, but aot and aot_unpaired compare sorted sides, not pairs: remove one")
+
+    @classmethod
+    def of(cls, given: Sequence[LossEntry], preset: str | None, beta: float | None, **whole: Any) -> PreferenceLoss:
+        """As a configuration says it: the entries given, or a preset's, or `sigmoid` alone; `beta` for those that read
+        one and set none; `whole`: the attributes. Raises `ConfigError`, also where nothing takes `beta`."""
+        if given and preset is not None:
+            raise ConfigError(f"expected losses or preset, found both (preset: {preset})")
+        loss = cls(PRESETS[preset] if preset else tuple(given) or (LossEntry("sigmoid"),), **whole)
+        if beta is None:
+            return loss
+        takes = [entry.beta is None and "beta" in entry.options for entry in loss.entries]
+        if not any(takes):
+            raise ConfigError("beta: every loss sets its own or reads none: remove beta")
+        pairs = zip(loss.entries, takes, strict=True)
+        return replace(loss, entries=tuple(replace(entry, beta=beta) if take else entry for entry, take in pairs))
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -133,6 +158,13 @@ class PreferenceLoss:
     def outputs(self) -> tuple[str, ...]:
         """What the head must put out."""
         return ("logprobs", "log_sum_sq_probs") if self.wpo else ("logprobs",)
+
+    @property
+    def measures(self) -> list[str]:
+        """Names of the metrics."""
+        none = torch.zeros(0, 1)
+        out, columns = dict.fromkeys(self.outputs, none), dict.fromkeys(self.fields, none)
+        return list(self(out, columns, norm=self.counts(columns))[1])
 
     @property
     def whole_step(self) -> bool:
@@ -165,6 +197,16 @@ class PreferenceLoss:
             metrics[f"loss/{entry.name}"] = _mean(summed, own[count])
         # Weighted by pairs, so that the shares of one step merge to the step's loss, also where sft counts tokens.
         return total, {"loss": _mean(total * norm["pairs"], own["pairs"]), **metrics, **self._measured(pairs, columns)}
+
+    def with_totals(self, measured: Metrics) -> dict[str, Metric]:
+        """What validation measured, each `loss` made anew of its parts: a batch weighs by pairs in it and by tokens in
+        `loss/sft`, so that a mean over batches would depend on how the rows were cut."""
+        totals = {
+            name: replace(metric, value=sum(e.weight * measured[f"{name}/{e.name}"].value for e in self.entries))
+            for name, metric in measured.items()
+            if name.rpartition("/")[2] == "loss"
+        }
+        return {**measured, **totals}
 
     def _pairs(self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> tuple[Pairs, Tensor]:
         """The pairs that have something to train on, on both sides, and the weight [pairs] of each."""

@@ -42,6 +42,12 @@ class RewardLoss:
             raise ConfigError(f"centring must be 0 or above, found {self.centring}")
 
     @property
+    def measures(self) -> list[str]:
+        """Names of the metrics."""
+        columns = dict.fromkeys((*self.fields, "attention_mask"), torch.zeros(0, 1))
+        return list(self({"scalar": torch.zeros(0, 1)}, columns, norm=self.counts(columns))[1])
+
+    @property
     def fields(self) -> tuple[str, ...]:
         return ("loss_mask", "margin") if self.margins else ("loss_mask",)
 

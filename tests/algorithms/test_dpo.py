@@ -83,7 +83,7 @@ def test_the_shift_is_one_value_per_run(tmp_path: Path) -> None:
         shift = 0.99 * shift + (1 - 0.99) * line["bco/mean_reward"]
         saved = tmp_path / "run/checkpoints" / f"step_{line['step']}" / "algorithm/dpo.json"
         if saved.exists():
-            assert json.loads(saved.read_text()) == {"shift": shift}
+            assert json.loads(saved.read_text()) == {"shift": shift, "steps": line["step"]}
     assert shift != 0.0
     assert runs.resumed(tmp_path / "run", "max_num_steps=7").algorithm._loss.shift == shift  # type: ignore[attr-defined]
 
@@ -154,7 +154,15 @@ def test_checkpoints_are_ranked_by_a_metric_with_a_slash_in_its_name(tmp_path: P
         "key": (("dpo.preset=null", "dpo.losses=[{name: ipo, bata: 1}]"), "did you mean dpo.losses.0.beta"),
         "alpha": (("dpo.ld_alpha=1.5",), "dpo.ld_alpha"),
         "odd": (("policy.train_global_batch_size=3", "policy.train_micro_batch_size=3"), "do not hold whole pairs"),
-        "odd validation": (("dpo.val_batch_size=3", "val_at_start=true"), "val_batch_size: 3 rows do not hold"),
+        "odd validation": (("dpo.val_batch_size=3",), "dpo.val_batch_size: input should be a multiple of 2, found 3"),
+        "metric": (
+            ("checkpointing.metric_name=val:rewards/margin",),
+            r"measures no 'rewards/margin'; did you mean rewards/margins\?; expected one of loss, loss/sigmoid",
+        ),
+        "metric of a set": (
+            ("checkpointing.metric_name=val:heldout/loss/ipo",),
+            "validation measures no 'heldout/loss/ipo'; did you mean heldout/loss",
+        ),
     }.values(),
 )
 def test_what_cannot_be_run_is_refused(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:

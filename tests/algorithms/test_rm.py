@@ -45,6 +45,18 @@ def test_margins_are_used_where_asked_for(tmp_path: Path, caplog: pytest.LogCapt
     assert all(with_them > without for with_them, without in zip(*losses, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rm.val_batch_size=5", r"rm\.val_batch_size: input should be a multiple of 2, found 5"),
+        ("checkpointing.metric_name=val:scores/choosen", "no 'scores/choosen'; did you mean scores/chosen"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_at_load(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        runs.config_of(project(tmp_path), override)
+
+
 def test_an_adapter_and_its_score_head_resume_exactly(tmp_path: Path) -> None:
     file = project(tmp_path)
     common = ("policy.lora={dim: 4, dropout: 0.1}", "checkpointing.save_period=1", "policy.scheduler.decay_steps=6")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,8 @@ def test_an_impossible_path_is_an_error_without_a_traceback(
         cli.main()
     assert caught.value.code == 1
     assert "File name too long" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"surefoot {metadata.version('surefoot')}\n")

@@ -16,7 +16,7 @@ from surefoot.losses.supervised import NLL
 from surefoot.types import Head, Metrics, Objective
 from tests.engine import tiny
 from tests.engine.tiny import NLL_OBJECTIVE
-from tests.helpers.memory_store import CloningStager, MemoryReader, saved
+from tests.helpers.memory_store import CloningStager, MemoryReader, MemorySink, saved
 
 LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -408,3 +408,24 @@ def test_a_frozen_engine_keeps_a_fingerprint(tmp_path: Path) -> None:
         engine.model.model.norm.weight[0] += 1e-3
     with pytest.raises(ResumeRefused, match="fingerprint"):
         engine.restore(reader)
+
+
+def test_a_synced_engine_is_saved_without_an_optimizer(tmp_path: Path) -> None:
+    """What is changed in place after the snapshot is not in it; and what is restored is the snapshot, bit for bit."""
+    engine, plane = tiny.engine(tiny.config(tmp_path), trained=False, synced=True)
+    engine.warm()
+    moment = {name: tensor.clone() for name, tensor in engine.weights().items()}
+    assert engine.state_bytes == sum(tensor.numel() * tensor.element_size() for tensor in moment.values())
+    reader = saved(engine)
+    assert "weights/model.safetensors" in reader.files()
+    assert not any("optimizer" in name or "frozen" in name for name in reader.files())
+    writer = engine.snapshot()
+    for tensor in engine.weights().values():
+        tensor.lerp_(torch.ones_like(tensor), 0.5)
+    sink = MemorySink()
+    writer(sink)  # type: ignore[arg-type]
+    assert sink.contents == {name: reader.bytes(name) for name in reader.files()}
+    engine.restore(reader)
+    assert all(torch.equal(tensor, moment[name]) for name, tensor in engine.weights().items())
+    with pytest.raises(ValueError, match="frozen"):
+        engine.train(tiny.rows(plane, [3]), NLL_OBJECTIVE)

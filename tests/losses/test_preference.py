@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -85,6 +86,25 @@ def test_aot_compares_sorted_sides() -> None:
     torch.testing.assert_close(LOSSES["aot_unpaired"](pairs, beta=0.1), expected)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_loss_makes_rejected_answers_likelier_without_a_reference(name: str) -> None:
+    """Log-probs of whole answers far below 0, the gradient in them; but `sppo_hard` does, and is refused."""
+    entry = LossEntry(name, label_smoothing=1e-3 if name == "exo_pair" else None)
+    gradients = []
+    for chosen, rejected in ((-30.0, -32.0), (-2.0, -40.0), (-300.0, -290.0)):
+        sums = [torch.tensor([value], requires_grad=True) for value in (chosen, rejected)]
+        sides = [Side(x, torch.zeros(1), x, x / 20) for x in sums]
+        LOSSES[name](Pairs(sides[0], sides[1], -sums[0], 0.0), **entry.options).sum().backward()
+        gradients.append([0.0 if x.grad is None else float(x.grad) for x in sums])
+    if name == "sppo_hard":
+        assert all(rejected < 0 for _, rejected in gradients)
+        with pytest.raises(ConfigError, match="makes rejected answers likelier"):
+            PreferenceLoss((LossEntry("sigmoid"), entry), reference=False)
+        return
+    assert all(rejected >= 0 for _, rejected in gradients)
+    assert name == "apo_down" or all(chosen <= 0 for chosen, _ in gradients)  # that one lowers both on purpose
+
+
 # --------------------------------------------------------------------------------------------------------- whole losses
 
 
@@ -139,6 +159,21 @@ def test_any_split_gives_one_gradient(name: str, dtype: torch.dtype, tolerance: 
         assert error(other_gradient, gradient) <= tolerance
         for key, metric in metrics.items():
             assert merged[key].value == pytest.approx(metric.value, rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"sppo_hard"}))
+def test_without_a_reference_its_log_probs_are_0(name: str) -> None:
+    table = columns_of(3)
+    with_zeros = {**table, "reference_logprobs": torch.zeros_like(table["reference_logprobs"])}
+    free = dataclasses.replace(WHOLE[name], reference=False)
+    del table["reference_logprobs"]
+    for found, expected in zip(run(free, table, [6]), run(WHOLE[name], with_zeros, [6]), strict=True):
+        assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss", WHOLE.values())
+def test_what_it_measures_is_known_beforehand(loss: PreferenceLoss) -> None:
+    assert loss.measures == list(run(loss, columns_of(2), [4])[2])
 
 
 @pytest.mark.parametrize("name", WHOLE)
