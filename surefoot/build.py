@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
 
+from surefoot import build_rollouts
 from surefoot import run_dir as folders
 from surefoot.checkpoint import Arena, CheckpointManager, ResumePoint, check_fingerprints
 from surefoot.checkpoint.directory import lock_all, scan
@@ -37,7 +39,9 @@ from surefoot.engine.local import LocalEngine
 from surefoot.errors import CheckpointError, ResumeRefused
 from surefoot.fingerprints import fingerprints
 from surefoot.report import RunReport, configure_logging
+from surefoot.report.completions import Completions
 from surefoot.report.preparing import preparing
+from surefoot.report.timeline import Timeline
 from surefoot.run import Limits, Run
 from surefoot.stop import StopWatch
 from surefoot.types import Engine, EngineSpec, Kit, SaveEvent, Source
@@ -104,7 +108,16 @@ def resume(
 # ---------------------------------------------------------------------------------------------------------- assembling
 
 
-def _assemble(
+def _assemble(*args: Any) -> Run:
+    """What was opened for a run that does not come to be is closed."""
+    with ExitStack() as opened:
+        run = _assembled(opened, *args)
+        opened.pop_all()  # from here on the loop closes the source, and that closes what it uses
+    return run
+
+
+def _assembled(
+    opened: ExitStack,
     config: RunConfig,
     manager: CheckpointManager,
     listeners: Listeners,
@@ -117,17 +130,23 @@ def _assemble(
         torch.set_num_threads(config.policy.num_threads)
     specs = algorithm.engines()
     tokenizer = _tokenizer(config, point, specs["policy"])
-    train_data, validation_data = _datasets(config, tokenizer, console, pairs=algorithm.pairs)
+    conversations = build_rollouts.conversations(config, tokenizer)
+    train_data, validation_data = _datasets(config, tokenizer, console, rows=algorithm.rows, opener=conversations)
     engines: dict[str, Engine] = {}  # filled below: how long the run is, and so its schedule, follows from the source
     plane = MemoryPlane()
-    kit = Kit(config, tokenizer, train_data, validation_data, engines, plane)
+    rollouts = build_rollouts.rollouts(config, tokenizer, conversations, opened)
+    timeline, completions = Timeline(time.perf_counter), Completions(Path(config.run_dir) / "completions")
+    data = (tokenizer, train_data, validation_data)
+    kit = Kit(config, *data, engines, plane, rollouts, timeline.phase, completions.write)
     source = algorithm.source(kit)
     total_steps = _total_steps(config, source)
     loaded = {name: _trained(name, spec, config, tokenizer, point) for name, spec in specs.items() if spec.trained}
     manager.fingerprints = fingerprints(config.algorithm, algorithm_config(config), loaded["policy"], train_data)
     if point.reader is not None:
         check_fingerprints(point.reader.manifest, manager.fingerprints, allow)
-    local = {name: _engine(model, config, plane, total_steps) for name, model in loaded.items()}
+    generators = build_rollouts.generators(rollouts, config, loaded["policy"])
+    optimizer_steps = None if total_steps is None else total_steps * algorithm.optimizer_steps_per_step
+    local = {name: _engine(model, config, plane, optimizer_steps) for name, model in loaded.items()}
     views: dict[str, Engine] = {}
     for name, spec in specs.items():
         if not spec.trained and spec.base_of is not None and config.policy.lora is not None:
@@ -140,9 +159,18 @@ def _assemble(
         manager.check_space(num_bytes, manager.policy.num_saves(total_steps) if total_steps else None)
         for engine in local.values():
             engine.warm()
-    report = _report(config, manager, total_steps, console)
+    report = _report(config, manager, total_steps, console, timeline=timeline, completions=completions)
     stop = _stop(config)
-    run = Run(algorithm, kit, source, LocalSync(()), manager, report, stop, _limits(config))
+    run = Run(
+        algorithm,
+        kit,
+        source,
+        LocalSync(generators, build_rollouts.checksum(config)),
+        manager,
+        report,
+        stop,
+        _limits(config),
+    )
     _restore(run, point, report)
     listeners.extend((report.save_event, stop.on_save))
     return run
@@ -198,14 +226,12 @@ def _frozen(spec: EngineSpec, config: RunConfig, tokenizer: Any, plane: MemoryPl
     return LocalEngine(loaded.model, loaded.files, section, plane, Arena(), seed=config.seed, trained=False)
 
 
-def _datasets(
-    config: RunConfig, tokenizer: Any, console: Console, *, pairs: bool
-) -> tuple[Dataset, dict[str, Dataset]]:
+def _datasets(config: RunConfig, tokenizer: Any, console: Console, **kind: Any) -> tuple[Dataset, dict[str, Dataset]]:
     prepared = {}
-    longest = config.policy.max_total_sequence_length
+    longest = build_rollouts.longest_row(config)
     for name, dataset in {"": config.data.train, **config.data.validation}.items():
         with preparing(console, f"preparing {name or 'training data'}") as progress:
-            prepared[name] = prepare(dataset, config.data, tokenizer, longest, progress, pairs=pairs)
+            prepared[name] = prepare(dataset, config.data, tokenizer, longest, progress, **kind)
         _log.info("%s: %s", f"validation set {name}" if name else "training data", prepared[name].description)
     return prepared.pop(""), prepared
 
@@ -218,7 +244,9 @@ def _total_steps(config: RunConfig, source: Source) -> int | None:
     return min(limits, default=None)
 
 
-def _report(config: RunConfig, manager: CheckpointManager, total_steps: int | None, console: Console) -> RunReport:
+def _report(
+    config: RunConfig, manager: CheckpointManager, total_steps: int | None, console: Console, **parts: Any
+) -> RunReport:
     """Made last: it writes the first files of the run."""
     run_dir = Path(config.run_dir)
     try:
@@ -232,7 +260,7 @@ def _report(config: RunConfig, manager: CheckpointManager, total_steps: int | No
     missed = manager.policy.missed_validations(config.checkpointing.metric_name, config.val_period)
     if missed is not None:
         _log.warning(missed)
-    return RunReport(run_dir, config.logger, total_steps=total_steps, console=console)
+    return RunReport(run_dir, config.logger, total_steps=total_steps, console=console, **parts)
 
 
 def _stop(config: RunConfig) -> StopWatch:
@@ -318,6 +346,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     values["run_dir"] = full(config.run_dir)
     values["policy"] = absolute(values["policy"], "model_name")
     values["policy"]["tokenizer"] = absolute(values["policy"]["tokenizer"], "name")
+    if "rewards" in values:
+        values["rewards"] = [absolute(reward, "model") for reward in values["rewards"]]
     data, checkpointing = values["data"], values["checkpointing"]
     data["train"] = absolute(data["train"], "path")
     data["validation"] = {name: absolute(section, "path") for name, section in data["validation"].items()}

@@ -128,7 +128,8 @@ def _run_config_model(algorithm: type[Algorithm], section: str) -> type[RunConfi
     needed = any(info.is_required() for info in config_class.model_fields.values())
     default = ... if needed else config_class()
     fields: dict[str, Any] = {section: (config_class, default)}
-    return create_model("RunConfig", __base__=RunConfig, **fields)
+    base: type[RunConfig] = algorithm.run_config or RunConfig
+    return create_model("RunConfig", __base__=base, **fields)
 
 
 # -------------------------------------------------------------------------------------------------------------- YAML
@@ -314,6 +315,8 @@ MAY_CHANGE = (
     "data.train.format",
     "data.validation",
     "data.num_workers",
+    "evaluation",
+    "max_reward_failures",
     "checkpointing",
     "logger",
 )

@@ -25,6 +25,7 @@ from surefoot.types import (
     Objective,
     Poll,
     Reader,
+    Rows,
     Source,
     Writer,
 )
@@ -103,7 +104,7 @@ class DPO(Algorithm):
 
     Config = DPOConfig
     config: DPOConfig
-    pairs: ClassVar[bool] = True
+    rows: ClassVar[Rows] = "pairs"
 
     def __init__(self, config: DPOConfig) -> None:
         super().__init__(config)
