@@ -35,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install --quiet torch -c constraints.txt
-	$(BIN)/python -m pip install --quiet -e '.[dev,gguf]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[dev,gguf,math]' -c constraints.txt
 	touch $@
 
 clean:

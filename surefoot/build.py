@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
 
+from surefoot import build_rollouts
 from surefoot import run_dir as folders
 from surefoot.build_engines import EngineBuilder
 from surefoot.checkpoint import CheckpointManager, ResumePoint, check_fingerprints
@@ -38,7 +40,9 @@ from surefoot.engine import models
 from surefoot.errors import CheckpointError, ResumeRefused
 from surefoot.fingerprints import fingerprints
 from surefoot.report import RunReport, configure_logging
+from surefoot.report.completions import Completions
 from surefoot.report.preparing import preparing
+from surefoot.report.timeline import Timeline
 from surefoot.run import Limits, Run
 from surefoot.stop import StopWatch
 from surefoot.types import Engine, EngineSpec, Kit, SaveEvent, Source
@@ -105,7 +109,16 @@ def resume(
 # ---------------------------------------------------------------------------------------------------------- assembling
 
 
-def _assemble(
+def _assemble(*args: Any) -> Run:
+    """What was opened for a run that does not come to be is closed."""
+    with ExitStack() as opened:
+        run = _assembled(opened, *args)
+        opened.pop_all()  # from here on the loop closes the source, and that closes what it uses
+    return run
+
+
+def _assembled(
+    opened: ExitStack,
     config: RunConfig,
     manager: CheckpointManager,
     listeners: Listeners,
@@ -121,28 +134,43 @@ def _assemble(
     plane = MemoryPlane()
     builder = EngineBuilder(specs, config, tokenizer, point, plane)
     builder.check_folders()
-    train_data, validation_data = _datasets(config, tokenizer, console, pairs=algorithm.pairs)
+    conversations = build_rollouts.conversations(config, tokenizer)
+    train_data, validation_data = _datasets(config, tokenizer, console, rows=algorithm.rows, opener=conversations)
     engines: dict[str, Engine] = {}  # filled below: how long the run is, and so its schedule, follows from the source
-    kit = Kit(config, tokenizer, train_data, validation_data, engines, plane)
+    rollouts = build_rollouts.rollouts(config, tokenizer, conversations, opened)
+    timeline, completions = Timeline(time.perf_counter), Completions(Path(config.run_dir) / "completions")
+    data = (tokenizer, train_data, validation_data)
+    kit = Kit(config, *data, engines, plane, rollouts, timeline.phase, completions.write)
     source = algorithm.source(kit)
     total_steps = _total_steps(config, source)
     loaded = builder.load()
     manager.fingerprints = fingerprints(config.algorithm, algorithm_config(config), loaded["policy"], train_data)
     if point.reader is not None:
         check_fingerprints(point.reader.manifest, manager.fingerprints, allow)
-    engines |= builder.build(loaded, total_steps)
+    generators = build_rollouts.generators(rollouts, config, loaded["policy"])
+    optimizer_steps = None if total_steps is None else total_steps * algorithm.optimizer_steps_per_step
+    engines |= builder.build(loaded, optimizer_steps)
     if config.checkpointing.enabled:
         num_bytes = sum(engine.state_bytes for engine in builder.local.values())
         manager.check_space(num_bytes, manager.policy.num_saves(total_steps) if total_steps else None)
         for engine in builder.local.values():
             engine.warm()
-    report = _report(config, manager, total_steps, console)
+    report = _report(config, manager, total_steps, console, timeline=timeline, completions=completions)
     if any(spec.precomputed is not None for spec in specs.values()):  # all that could be wrong has shown by now
         with preparing(console, "log-probs of the frozen model") as progress:
             builder.fill(engines, (train_data, *validation_data.values()), manager.fingerprints, progress)
     _write_config(config)
     stop = _stop(config)
-    run = Run(algorithm, kit, source, LocalSync(()), manager, report, stop, _limits(config))
+    run = Run(
+        algorithm,
+        kit,
+        source,
+        LocalSync(generators, build_rollouts.checksum(config)),
+        manager,
+        report,
+        stop,
+        _limits(config),
+    )
     _restore(run, point, report)
     listeners.extend((report.save_event, stop.on_save))
     return run
@@ -170,14 +198,12 @@ def _tokenizer(config: RunConfig, point: ResumePoint, policy: EngineSpec) -> Any
     return models.load_tokenizer_from_checkpoint(point.reader.under("policy"))
 
 
-def _datasets(
-    config: RunConfig, tokenizer: Any, console: Console, *, pairs: bool
-) -> tuple[Dataset, dict[str, Dataset]]:
+def _datasets(config: RunConfig, tokenizer: Any, console: Console, **kind: Any) -> tuple[Dataset, dict[str, Dataset]]:
     prepared = {}
-    longest = config.policy.max_total_sequence_length
+    longest = build_rollouts.longest_row(config)
     for name, dataset in {"": config.data.train, **config.data.validation}.items():
         with preparing(console, f"preparing {name or 'training data'}") as progress:
-            prepared[name] = prepare(dataset, config.data, tokenizer, longest, progress, pairs=pairs)
+            prepared[name] = prepare(dataset, config.data, tokenizer, longest, progress, **kind)
         _log.info("%s: %s", f"validation set {name}" if name else "training data", prepared[name].description)
     return prepared.pop(""), prepared
 
@@ -190,11 +216,13 @@ def _total_steps(config: RunConfig, source: Source) -> int | None:
     return min(limits, default=None)
 
 
-def _report(config: RunConfig, manager: CheckpointManager, total_steps: int | None, console: Console) -> RunReport:
+def _report(
+    config: RunConfig, manager: CheckpointManager, total_steps: int | None, console: Console, **parts: Any
+) -> RunReport:
     missed = manager.policy.missed_validations(config.checkpointing.metric_name, config.val_period)
     if missed is not None:
         _log.warning(missed)
-    return RunReport(Path(config.run_dir), config.logger, total_steps=total_steps, console=console)
+    return RunReport(Path(config.run_dir), config.logger, total_steps=total_steps, console=console, **parts)
 
 
 def _write_config(config: RunConfig) -> None:
@@ -296,6 +324,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     section = section_name(config.algorithm)
     places = [key for key in algorithm_config(config).places if values[section][key] is not None]
     values[section] |= {key: full(values[section][key]) for key in places}
+    if "rewards" in values:
+        values["rewards"] = [absolute(reward, "model") for reward in values["rewards"]]
     data, checkpointing = values["data"], values["checkpointing"]
     data["train"] = absolute(data["train"], "path")
     data["validation"] = {name: absolute(section, "path") for name, section in data["validation"].items()}

@@ -198,7 +198,8 @@ class DatasetConfig(Section):
     Attributes:
         path: a .jsonl, .json or .parquet file, a folder that `datasets` saved, or a hub name.
         split: for folders with several splits and for hub names.
-        format: by the file's ending unless said.
+        format: by the file's ending unless said. "environment": `max_rows` rows that the run's environment makes from
+            the seed and `path`, which is then just a name.
         columns: our name -> the file's name, for example {prompt: question, completion: answer}.
         max_rows: the first rows only.
         on_bad_row: "error" stops before training and lists the rows; "skip" leaves them out and counts them.
@@ -206,7 +207,7 @@ class DatasetConfig(Section):
 
     path: Place
     split: str | None = None
-    format: Literal["auto", "jsonl", "json", "parquet", "folder", "hub"] = "auto"
+    format: Literal["auto", "jsonl", "json", "parquet", "folder", "hub", "environment"] = "auto"
     columns: dict[str, str] = {}
     max_rows: PositiveInt | None = None
     on_bad_row: Literal["error", "skip"] = "error"
@@ -248,6 +249,39 @@ class DataConfig(Section):
                     f"validation: expected a set's name without spaces, slashes and colons, found {name!r}"
                 )
         return self
+
+
+# -------------------------------------------------------------------------------------------------------- generation
+
+
+class GenerationConfig(Section):
+    """How completions are sampled from the policy.
+
+    Attributes:
+        backend: "torch" samples in this process.
+        max_new_tokens: of one completion; prompts that leave less room in `policy.max_total_sequence_length` are
+            dropped.
+        temperature: log-probs are taken at it on every side. 0 takes the likeliest token, which only a validation may.
+        top_k: sample among so many likeliest tokens; 0: off. Likewise `top_p`, off at 1, by the mass of the likeliest,
+            and `min_p`, off at 0, by a share of the likeliest's probability.
+        stop: texts that end a completion, besides the model's own end-of-turn tokens.
+        num_slots: completions sampled at a time, at most.
+        exact: a completion and its log-probs do not depend, in a single bit, on what else is being sampled. Without it
+            sampling is a little faster, and a resumed run is not the straight one bit for bit.
+        precision: of the sampler; default: the policy's. In bfloat16 its log-probs are not the trainer's: see
+            `importance_sampling_correction`.
+    """
+
+    backend: Literal["torch"] = "torch"
+    max_new_tokens: PositiveInt = 128
+    temperature: NonNegativeReal = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    min_p: Fraction = 0.0
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    num_slots: PositiveInt = 64
+    exact: bool = True
+    precision: Literal["float32", "bfloat16"] | None = None
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints, views
@@ -327,7 +361,7 @@ class LoggerConfig(Section):
 # ------------------------------------------------------------------------------------------------------- the whole run
 
 
-_METRIC_GROUPS = ("rewards", "logps", "loss", "scores", "bco")  # of metrics whose own names have a slash
+_METRIC_GROUPS = ("reward", "rewards", "logps", "loss", "scores", "bco")  # of metrics whose own names have a slash
 
 
 class RunConfig(Section):

@@ -144,7 +144,8 @@ def _run_config_model(algorithm: type[Algorithm], section: str) -> type[RunConfi
         return run
 
     checks: dict[str, Any] = {"fits": model_validator(mode="after")(fits)}
-    return create_model("RunConfig", __base__=RunConfig, __validators__=checks, **fields)
+    base: type[RunConfig] = algorithm.run_config or RunConfig
+    return create_model("RunConfig", __base__=base, __validators__=checks, **fields)
 
 
 # -------------------------------------------------------------------------------------------------------------- YAML
@@ -330,6 +331,8 @@ MAY_CHANGE = (
     "data.train.format",
     "data.validation",
     "data.num_workers",
+    "evaluation",
+    "max_reward_failures",
     "checkpointing",
     "logger",
 )

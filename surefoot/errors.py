@@ -30,6 +30,14 @@ class NonFiniteError(SurefootError):
     """A loss, a gradient norm or a weight is NaN or infinite. Nothing was updated with it, nothing is saved from it."""
 
 
+class RolloutError(SurefootError):
+    """Rollouts cannot be made: all failed, or none of them has anything to learn from. Has the counts and a cause."""
+
+
+class StaleWeights(SurefootError):
+    """A generator has other weights than the ones last published. Training on what it samples would be wrong."""
+
+
 class NothingTrained(SurefootError):
     """A run ended by itself without one training step. Zero steps are never a success."""
 

@@ -66,7 +66,7 @@ def _turn(run: Run, poll: Poll) -> str:
             return run.source.exhausted
         with phase("enrich"):
             batch = algorithm.enrich(batch, kit)
-        metrics: Metrics = {}
+        metrics: Metrics = merge_metrics([run.source.metrics, algorithm.metrics])
         for objective in algorithm.objectives(clock):
             with phase("train"):
                 trained = kit.engines[objective.engine].train(batch, objective)

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Column: TypeAlias = "Tensor | list[Tensor] | list[str]"
 Columns: TypeAlias = "Mapping[str, Column]"
 Poll: TypeAlias = Callable[[], None]
+Rows: TypeAlias = Literal["sequences", "pairs", "prompts"]  # what the rows of an algorithm's data sets are
 
 
 # ---------------------------------------------------------------------------------------------------------- metrics
@@ -297,6 +298,11 @@ class Source(Saveable, Protocol):
         """Steps that one pass over the data gives; `None` where it cannot be known."""
         ...
 
+    @property
+    def metrics(self) -> Metrics:
+        """What the last `take` measured of its rows; nothing where they only come out of a file."""
+        ...
+
     def take(self, clock: Clock, poll: Poll) -> BatchRef | None:
         """The next step's rows, or `None` when there are no more. A wait calls `poll` often; when `poll` raises, the
         position stays where it was."""
@@ -328,12 +334,15 @@ class Head:
         temperature: logits are divided by it.
         k: for "topk".
         inputs: name of the column of token ids to read.
+        mask: name of a column [tokens]: token outputs are computed where it is not 0, and are 0 elsewhere. A loss that
+            reads `loss_mask` masks by it in any case.
     """
 
     outputs: tuple[str, ...] = ("logprobs",)
     temperature: float = 1.0
     k: int = 0
     inputs: str = "input_ids"
+    mask: str | None = None
 
 
 class Loss(Protocol):
@@ -423,7 +432,8 @@ class Engine(Saveable, Protocol):
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The live weights by their names in the checkpoint's Hugging Face folder, tied ones once."""
+        """The live weights by their names in a Hugging Face folder, tied ones once; those of the whole model, with an
+        adapter merged in."""
         ...
 
     def assign(self, weights: Mapping[str, Tensor]) -> None: ...
@@ -434,7 +444,17 @@ class Engine(Saveable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+    """How to sample. `top_k` 0, `top_p` 1 and `min_p` 0 are off; they apply in this order, after the temperature.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: only the k most likely tokens.
+        top_p: only the most likely tokens whose probabilities first add up to `top_p`.
+        min_p: only tokens at least `min_p` times as likely as the most likely one.
+        stop_ids: tokens that end the completion, as its last.
+        stop: texts that end the completion, after the token that completes one.
+        ban_ids: tokens that are never drawn; for benchmarks, since the engines' log-probs know nothing of it.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -443,11 +463,20 @@ class Sampling:
     min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    ban_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Sampled tokens, the log-prob of each under the distribution it was drawn from, and the weights that drew it."""
+    """Sampled tokens, the log-prob of each under the distribution it was drawn from, and the weights that drew it.
+
+    That distribution is the model's at the temperature, over its whole vocabulary; with top-k, top-p, min-p or bans it
+    is the truncated one, renormalised. A greedy token is not drawn: its log-prob is the model's at temperature 1.
+
+    Attributes:
+        ids: with the token that ended it, where one did.
+        finish_reason: "length" at `max_new_tokens` or at the longest sequence that the generator takes.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -456,13 +485,36 @@ class Completion:
 
 
 class Generator(Protocol):
-    """Token ids in, token ids out. The sample's randomness follows from (seed, group, index) alone."""
+    """Token ids in, token ids out. The sample's randomness follows from (seed, group, index) alone: the turns of one
+    conversation need a group's name, or a seed, each of their own."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights now sampled with; 0 before the first `assign`."""
+        ...
 
     async def generate(
         self, prompt_ids: Sequence[int], *, seed: int, group: str, index: int, sampling: Sampling, session: str | None
-    ) -> Completion: ...
+    ) -> Completion:
+        """Calls made together run together. `session` names what belongs together, for generators that are several.
 
-    def assign(self, weights: Mapping[str, Tensor], version: int) -> None: ...
+        Raises:
+            DataError: the prompt is empty, too long, or has ids that the model lacks.
+            ConfigError: a sampling setting is out of range.
+        """
+        ...
+
+    def assign(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take new weights, by the names of the model's Hugging Face folder. Raises `ModelError` if they do not fit."""
+        ...
+
+    def weights_checksum(self) -> str:
+        """Of all weights, to prove that they arrived."""
+        ...
+
+    def close(self) -> None:
+        """End what was started. Safe to call twice."""
+        ...
 
 
 class WeightSync(Protocol):
@@ -485,6 +537,9 @@ class Kit:
         tokenizer: a Hugging Face tokenizer.
         train_data: the prepared training set, a `surefoot.data.Dataset`; likewise `validation_data` by set name.
         engines: by the names that `Algorithm.engines` asked for.
+        rollouts: a `surefoot.rollout.Rollouts`, which samples and scores completions, where rows are prompts.
+        phase: times a part of a step under a name, as the report's does.
+        record: shows and keeps a step's rollouts, by columns.
     """
 
     config: Any
@@ -493,8 +548,9 @@ class Kit:
     validation_data: Mapping[str, Any]
     engines: Mapping[str, Engine]
     plane: DataPlane
-    generator: Generator | None = None
-    rewards: tuple[Any, ...] = ()
+    rollouts: Any = None
+    phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    record: Callable[[int, Columns], None] = lambda step, columns: None
 
 
 class Algorithm(ABC):
@@ -505,14 +561,20 @@ class Algorithm(ABC):
     `snapshot` and `restore`.
 
     Attributes:
-        pairs: the rows of the data sets are preferences.
+        rows: what the rows of the data sets are: texts to learn, preferences, or prompts to answer.
+        run_config: of the whole run, a subclass of `surefoot.config.RunConfig` where that has further sections.
+        metrics: what `enrich` measured of the step's rows.
+        optimizer_steps_per_step: of the policy, in a step with all its rows; known once `source` was called.
     """
 
     Config: ClassVar[type]
-    pairs: ClassVar[bool] = False
+    rows: ClassVar[Rows] = "sequences"
+    run_config: ClassVar[type | None] = None
 
     def __init__(self, config: Any) -> None:
         self.config = config
+        self.metrics: Metrics = {}
+        self.optimizer_steps_per_step = 1
 
     def engines(self) -> Mapping[str, EngineSpec]:
         return {"policy": EngineSpec()}

@@ -29,10 +29,12 @@ ALLOWED: dict[str, set[str]] = {
     "stop": RECORDS,
     "run_dir": EVERYONE,
     "losses": RECORDS,
+    "advantages": {"types", "errors"},
     **dict.fromkeys(SERVICES, PARSED),
+    "rollout": {"data", "advantages"} | PARSED,
     "algorithms": {"losses", "advantages", "alignment", *SERVICES, "rollout"} | PARSED,
 }
-ANYTHING = {"build", "build_engines", "fingerprints", "cli", "demo", "__main__"}
+ANYTHING = {"build", "build_engines", "build_rollouts", "fingerprints", "cli", "demo", "__main__"}
 
 
 def part_of(path: Path) -> str:

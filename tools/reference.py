@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from surefoot.config import RunConfig
 from surefoot.config_file import algorithm_names, load_algorithm
+from surefoot.rollout.config import RolloutRunConfig
 
 HEADER = """# Configuration
 
@@ -56,22 +57,31 @@ def kind(annotation: Any) -> str:
 
 
 def about(model: type[BaseModel]) -> tuple[str, dict[str, str]]:
-    """A section's docstring: its text, and what it says of single keys under `Attributes:`."""
-    prose, _, attributes = (inspect.getdoc(model) or "").partition("Attributes:\n")
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE)
-    return prose.strip(), {name: " ".join(text.split()) for name, text in entries}
+    """A section's docstring: its text, and what it and the sections it is made of say of keys under `Attributes:`."""
+    keys: dict[str, str] = {}
+    for part in reversed(model.__mro__):
+        _, _, attributes = (inspect.cleandoc(part.__doc__ or "")).partition("Attributes:\n")
+        for names, text in re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE):
+            keys |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    keys = {name: text for name, text in keys.items() if name in model.model_fields}
+    return inspect.cleandoc(model.__doc__ or "").partition("Attributes:\n")[0].strip(), keys
 
 
 def page() -> str:
     found = list(sections(RunConfig, ""))
+    known = {path for path, _ in found}
+    found += [(path or "sampling", model) for path, model in sections(RolloutRunConfig, "") if path not in known - {""}]
     for name in algorithm_names():
         found += sections(load_algorithm(name).Config, name)
     text = HEADER
     for path, model in found:
         prose, keys = about(model)
-        text += f"\n## {f'`{path}`' if path else 'The run'}\n\n{prose}\n\n"
+        title = {"": "The run", "sampling": "Runs that sample completions"}.get(path, f"`{path}`")
+        text += f"\n## {title}\n\n{prose}\n\n"
         text += "| key | type | default |" + (" about |\n|---|---|---|---|\n" if keys else "\n|---|---|---|\n")
         for name, info in model.model_fields.items():
+            if path == "sampling" and name in RunConfig.model_fields:
+                continue
             text += f"| `{name}` | {kind(info.annotation)} | {default(info)} |"
             text += f" {keys.get(name, '')} |\n" if keys else "\n"
     return text

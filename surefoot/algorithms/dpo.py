@@ -12,7 +12,20 @@ from pydantic import Field, model_validator
 from surefoot.config import AlgorithmConfig, Place, PositiveInt, PositiveReal, Real, RowsOfPairs, RunConfig, Section
 from surefoot.data.source import DatasetSource, training_source, validate
 from surefoot.losses.preference import LossEntry, PreferenceLoss, next_shift
-from surefoot.types import Algorithm, BatchRef, Clock, EngineSpec, Head, Kit, Metrics, Objective, Poll, Reader, Writer
+from surefoot.types import (
+    Algorithm,
+    BatchRef,
+    Clock,
+    EngineSpec,
+    Head,
+    Kit,
+    Metrics,
+    Objective,
+    Poll,
+    Reader,
+    Rows,
+    Writer,
+)
 
 
 class PreferenceLossConfig(Section):
@@ -95,7 +108,7 @@ class DPO(Algorithm):
 
     Config = DPOConfig
     config: DPOConfig
-    pairs: ClassVar[bool] = True
+    rows: ClassVar[Rows] = "pairs"
 
     def __init__(self, config: DPOConfig) -> None:
         super().__init__(config)

@@ -10,7 +10,7 @@ from surefoot.config import AlgorithmConfig, NonNegativeReal, RowsOfPairs
 from surefoot.data.source import training_source, validate
 from surefoot.errors import ConfigError
 from surefoot.losses.reward import RewardLoss
-from surefoot.types import Algorithm, Clock, EngineSpec, Head, Kit, Metrics, Objective, Poll, Source
+from surefoot.types import Algorithm, Clock, EngineSpec, Head, Kit, Metrics, Objective, Poll, Rows, Source
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RM(Algorithm):
 
     Config = RMConfig
     config: RMConfig
-    pairs: ClassVar[bool] = True
+    rows: ClassVar[Rows] = "pairs"
 
     def engines(self) -> Mapping[str, EngineSpec]:
         return {"policy": EngineSpec(kind="scalar")}

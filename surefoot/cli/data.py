@@ -62,7 +62,7 @@ def inspect(
     )
     tokenizer = load_tokenizer(EngineConfig(model_name=model, tokenizer=TokenizerConfig(chat_template=chat_template)))
     pairs = looks_like_pairs(source) if pairs is None else pairs
-    dataset = prepare(source, data, tokenizer, max_length, pairs=pairs)
+    dataset = prepare(source, data, tokenizer, max_length, rows="pairs" if pairs else "sequences")
     if as_json:
         typer.echo(json.dumps(_as_json(dataset, tokenizer, rows), ensure_ascii=False, indent=2))
     else:

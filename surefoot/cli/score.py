@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from surefoot.config import DatasetConfig
     from surefoot.data.prepare import Dataset, Progress
     from surefoot.engine.local import LocalEngine
-    from surefoot.types import DataPlane
+    from surefoot.types import DataPlane, Rows
 
 _WINDOW = 16  # micro-batches that are sorted by length together
 _SIDES = ("chosen", "rejected")
@@ -111,7 +111,9 @@ def score_file(
     rows = found.data if pairs else found.data.model_copy(update={"train_on": "last_assistant"})
     console, plane = Console(stderr=True), MemoryPlane()
     with preparing(console, f"preparing {source.path}") as progress:
-        dataset = prepare(source, rows, tokenizer, found.policy.max_total_sequence_length, progress, pairs=pairs)
+        longest = found.policy.max_total_sequence_length
+        kind: Rows = "pairs" if pairs else "sequences"
+        dataset = prepare(source, rows, tokenizer, longest, progress, rows=kind)
     engine = found.engine(tokenizer, plane)
     with preparing(console, f"scoring {source.path}") as progress:
         rows_per_batch = found.policy.train_micro_batch_size * dataset.group_size * _WINDOW

@@ -36,7 +36,7 @@ Span = tuple[int, int]
 Tools = list[Any] | None
 
 _MARKER = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
-_PRIVATE = "\U000f0000"
+_PRIVATE, _PRIVATE_TOO = "\U000f0000", "\U000f0001"
 
 
 def with_system(messages: Sequence[Message], system_prompt: str | None, fold: bool) -> list[Message]:
@@ -88,6 +88,38 @@ class ChatTemplate:
         """
         return self._render(self._template(tools), messages, tools, prompt)
 
+    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
+        """What a model goes on from when it answers: the chat and the generation prompt, or of a template that has
+        none, the header that it writes before any answer.
+
+        Raises:
+            RowError: the template refuses the chat, or writes it otherwise when an answer follows.
+        """
+        text = self.render(messages, tools, prompt=True)
+        if text != self.render(messages, tools):
+            return text
+        try:
+            start = self._up_to_an_answer(messages, tools)
+        except RowError as error:
+            raise RowError("no generation prompt", f"the chat template adds none, and {error.detail}") from error
+        if not start.startswith(text.rstrip(" ")):
+            how = "the chat template adds none, and writes the turns before an answer differently when it follows"
+            raise RowError("no generation prompt", how)
+        return start if start[len(text) :].strip() else text
+
+    def after_answer(self, messages: Sequence[Message], turn: int, tools: Tools = None) -> str:
+        """What follows the content of an assistant turn when its chat goes on: its end, the later turns and the
+        generation prompt, whatever the template makes of the turn itself.
+
+        Raises:
+            RowError: the template refuses the chat, or does not show the turn.
+        """
+        chat = [*messages[:turn], {**messages[turn], "content": _PRIVATE_TOO}, *messages[turn + 1 :]]
+        text = self.prompt(chat, tools)
+        if _PRIVATE_TOO not in text:
+            raise RowError("turn not shown", f"the chat template does not show message {turn}, an assistant turn")
+        return text.partition(_PRIVATE_TOO)[2]
+
     def trained_texts(
         self, messages: Sequence[Message], tools: Tools, answers: int, *, last_only: bool
     ) -> list[tuple[str, list[Span]]]:
@@ -138,7 +170,7 @@ class ChatTemplate:
         """Where the model takes over in the last turn, and whether that is proven; if not, where the turn begins. A
         template without a generation prompt may write a header before answers, which is no part of them: what comes in
         front of another answer as well, but for spaces."""
-        *before, answer = messages
+        before = messages[:-1]
         bare, prompt = self.render(before, tools), self.render(before, tools, prompt=True)
         if not upto.startswith(prompt):
             if not upto.startswith(bare):
@@ -146,11 +178,15 @@ class ChatTemplate:
             return len(bare), False
         if prompt != bare:
             return len(prompt), True
-        other = self.render([*before, {"role": answer["role"], "content": _PRIVATE}], tools)
-        start = other.partition(_PRIVATE)[0].rstrip(" ")
+        start = self._up_to_an_answer(before, tools)
         if not start[len(prompt) :].strip():
             return len(prompt), True
         return (len(start), True) if upto.startswith(start) else (len(prompt), False)
+
+    def _up_to_an_answer(self, before: Sequence[Message], tools: Tools) -> str:
+        """What a template without a generation prompt writes in front of an answer."""
+        other = self.render([*before, {"role": "assistant", "content": _PRIVATE}], tools)
+        return other.partition(_PRIVATE)[0].rstrip(" ")
 
     def _with_end(self, text: str, spans: list[Span], turn_end: int) -> list[Span]:
         """Take in an end-of-turn token that the markers left out, and leave out the white space behind it."""
@@ -203,8 +239,8 @@ class ChatTemplate:
         header = text[len(prompt) : spans[0][0]]
         if header.strip() and prompt == self.render(chat[:1]):
             _log.warning(
-                "the chat template has no generation prompt: it writes %r before answers, which is not trained; "
-                "generation must put it behind the prompt",
+                "the chat template has no generation prompt: it writes %r before answers, which is not trained, and "
+                "which a prompt gets at its end",
                 header,
             )
 

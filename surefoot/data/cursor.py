@@ -37,6 +37,15 @@ class Cursor:
     _order: tuple[int, Tensor] | None = None
 
     @property
+    def position(self) -> tuple[int, int]:
+        """`epoch` and `offset`; may be set back to where it was."""
+        return self.epoch, self.offset
+
+    @position.setter
+    def position(self, value: tuple[int, int]) -> None:
+        self.epoch, self.offset = value
+
+    @property
     def steps_per_epoch(self) -> int:
         whole, rest = divmod(self.num_groups, self.groups_per_step)
         return whole + (rest > 0 and not self.drop_last)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from surefoot.data.chat import ChatTemplate, Span, with_system
-from surefoot.data.rows import BadRow, Preference, Row, RowError
+from surefoot.data.rows import BadRow, Checked, Preference, Prompt, Row, RowError
 from surefoot.errors import ModelError
 
 if TYPE_CHECKING:
@@ -23,19 +24,21 @@ Tokens = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A token sequence, cut at the length limit.
+    """A token sequence, cut at the length limit; a prompt never is.
 
     Attributes:
         ids: int32 [tokens].
         mask: bool [tokens], true where the token is trained; never the first: nothing predicts it.
         length: tokens before cutting.
         margin: of the pair that it belongs to, where that has one.
+        prompt: the row, its chat as it was rendered, where it is one to answer.
     """
 
     ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
     length: int
     margin: float | None = None
+    prompt: Prompt | None = None
 
 
 Outcome = BadRow | list[Encoded]
@@ -75,10 +78,10 @@ class Encoder:
             control = {token.content for token in added if token.special} | set(texts.values())
             self._chat = ChatTemplate(tokenizer.chat_template, special, sorted(control))
 
-    def encode(self, row: Row | Preference | BadRow) -> Outcome:
+    def encode(self, row: Checked) -> Outcome:
         """The row's sequences: none without an assistant turn to train, several where the chat template rewrites
         earlier turns; or why it cannot be used. A row that is bad already stays as it is. Of preferences: chosen,
-        rejected, and so on for each pair.
+        rejected, and so on for each pair. Of prompts: the one that is given to a generator.
 
         Raises:
             ModelError: the tokenizer has no chat template for chats, or no end-of-sequence token for texts.
@@ -88,6 +91,8 @@ class Encoder:
         try:
             if isinstance(row, Preference):
                 return self._pairs(row)
+            if isinstance(row, Prompt):
+                return [self._prompt(row)]
             found = [self._text(row)] if row.messages is None else self._chat_texts(row, row.messages)
         except RowError as error:
             return error.at(row.where)
@@ -96,7 +101,34 @@ class Encoder:
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
         """What a generator is given for the next assistant turn: the ids before the first trained one."""
         chat = with_system(messages, self._system_prompt, self._fold_system)
-        return self._with_bos(self._ids(self._template.render(chat, tools, prompt=True)))
+        return self._with_bos(self._ids(self._template.prompt(chat, tools)))
+
+    def reply_ids(
+        self, chat: Sequence[dict[str, Any]], reply: Sequence[dict[str, Any]], tools: Any, end: int | None
+    ) -> list[int]:
+        """What follows a turn that the model has sampled: the rest of that turn, the reply to it and the next
+        generation prompt. What was sampled is not looked at again.
+
+        Args:
+            chat: as it was rendered, the model's turn at its end.
+            end: the token that the model has ended its turn with, if it has.
+
+        Raises:
+            RowError: the template refuses the chat, or does not show the model's turn.
+        """
+        text = self._template.after_answer([*chat, *reply], len(chat) - 1, tools)
+        ended = None if end is None else self._tokenizer.id_to_token(end)
+        return self._ids(text.removeprefix(ended or ""))
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """What ends a turn of the model: the end of sequence, and the token that the template puts behind answers."""
+        found = [] if self._eos is None else [self._eos]
+        if self._chat is not None:
+            chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            with suppress(RowError):  # a template may refuse this one chat
+                ids = self._ids(self._chat.trained_texts(chat, None, 1, last_only=True)[0][0])
+                found += [i for i in ids[-1:] if i in self._tokenizer.get_added_tokens_decoder()]
+        return tuple(dict.fromkeys(found))
 
     @property
     def _template(self) -> ChatTemplate:
@@ -161,6 +193,17 @@ class Encoder:
             ids.pop()
         ids.append(self._eos)
         return ids, [i >= first for i in range(len(ids))]
+
+    def _prompt(self, row: Prompt) -> Encoded:
+        """Of a text, the tokens without the end of sequence that a tokenizer may put behind it."""
+        if row.messages is None:
+            ids = self._with_bos(self._tokenizer.encode(str(row.given), add_special_tokens=True).ids)
+            while ids and ids[-1] == self._eos:
+                ids.pop()
+        else:
+            ids = self.prompt_ids(row.messages, row.tools)
+            row = replace(row, messages=with_system(row.messages, self._system_prompt, self._fold_system))
+        return Encoded(np.array(ids, np.int32), np.zeros(len(ids), np.bool_), len(ids), prompt=row)
 
     def _pairs(self, row: Preference) -> list[Encoded]:
         """The sides of a pair begin with the same tokens, the prompt's. Of a chat these are what a generator is given,

@@ -3,6 +3,7 @@ all that is wrong with the data is known, and said, before a model is loaded."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +22,11 @@ from surefoot.config import DataConfig, DatasetConfig
 from surefoot.data.datasets import read
 from surefoot.data.encode import Encoded, Encoder, Outcome
 from surefoot.data.pairs import PairChecker
-from surefoot.data.rows import BadRow, Preference, Row, RowChecker
+from surefoot.data.prompts import Opener, PromptChecker
+from surefoot.data.rows import BadRow, Checked, Prompt, RowChecker
 from surefoot.data.workers import encode_chunks
-from surefoot.errors import DataError
+from surefoot.errors import ConfigError, DataError
+from surefoot.types import Rows
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class Dataset:
             so a change of either that makes a difference changes it, and moving the file does not.
         group_size: sequences that belong together: 2 of preferences, else 1.
         margins: float32 [sequences], of the pair that each belongs to; `None` where the file has none.
+        prompts: the rows that the sequences were made of, where they are prompts: nothing of these is trained.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Dataset:
     fingerprint: str
     group_size: int = 1
     margins: Tensor | None = None
+    prompts: tuple[Prompt, ...] = ()
 
     def __len__(self) -> int:
         return len(self.row_index)
@@ -109,7 +114,8 @@ class Dataset:
         kept, split = f"{len(self)} of {c.rows} rows", "chats split by turn"
         if self.group_size == 2:
             kept, split = f"{self.num_groups} pairs from {c.rows} rows", "rows of several pairs"
-        parts = [f"{self.name}: {kept}, {len(self.tokens)} tokens, {trained} of them trained"]
+        of_them = "all of prompts" if self.prompts else f"{trained} of them trained"
+        parts = [f"{self.name}: {kept}, {len(self.tokens)} tokens, {of_them}"]
         parts += [f"{c.split} {split}"] if c.split else []
         parts += [f"{c.truncated} cut at the length limit (longest: {c.longest} tokens)"] if c.truncated else []
         parts += [f"{_reasons(c.dropped)} dropped"] if c.dropped else []
@@ -124,15 +130,17 @@ def prepare(
     max_length: int,
     progress: Progress | None = None,
     *,
-    pairs: bool = False,
+    rows: Rows = "sequences",
+    opener: Opener | None = None,
 ) -> Dataset:
     """Read and encode a whole data set.
 
     Args:
         tokenizer: a Hugging Face fast tokenizer whose `chat_template` is the one to use.
-        max_length: tokens of a row; the rest is cut off at the right.
+        max_length: tokens of a row; the rest is cut off at the right. Longer prompts are dropped.
         progress: called now and then with the rows done and their number.
-        pairs: the rows are preferences.
+        rows: what the file's rows are; pairs are preferences.
+        opener: of prompts, what makes chats of them, where something does.
 
     Raises:
         DataError: the file cannot be read, rows are bad, or nothing is left to train on.
@@ -142,16 +150,18 @@ def prepare(
     template = tokenizer.chat_template
     as_chat = data.prompt_format == "chat" or (data.prompt_format == "auto" and template is not None)
     checker = RowChecker(config.columns, as_chat=as_chat)
-    if pairs:
+    if rows == "pairs":
         checker = PairChecker(config.columns, as_chat=as_chat, ranking=data.ranking)
-    raw, total = read(config)
+    elif rows == "prompts":
+        checker = PromptChecker(config.columns, as_chat=as_chat, opener=opener)
+    raw, total = read(config) if config.format != "environment" else _made(config, opener)
     outcomes: list[Outcome] = []
     with closing(encode_chunks(_chunks(raw, checker), encoder, data.num_workers)) as results:
         for encoded in results:
             outcomes += encoded
             if progress is not None:
                 progress(len(outcomes), total)
-    dataset = _assemble(config, outcomes, max_length, group_size=2 if pairs else 1)
+    dataset = _assemble(config, outcomes, max_length, group_size=2 if rows == "pairs" else 1)
     if not checker.saw_chats and (data.system_prompt is not None or data.fold_system):
         _log.warning("%s: no row is a chat: data.system_prompt and data.fold_system have no effect", config.path)
     if checker.saw_tools and "tools" not in str(template):
@@ -159,7 +169,16 @@ def prepare(
     return dataset
 
 
-def _chunks(raw: Iterator[tuple[str, Any]], checker: RowChecker) -> Iterator[list[Row | Preference | BadRow]]:
+def _made(config: DatasetConfig, opener: Opener | None) -> tuple[Iterator[tuple[str, Any]], int]:
+    """Rows of an environment's own making. Raises `ConfigError` where it makes none."""
+    if opener is None or config.max_rows is None:
+        missing = "max_rows, for how many rows to make" if opener is not None else "an environment that makes the rows"
+        raise ConfigError(f"{config.path}: format environment needs {missing}")
+    made = opener.rows(config.max_rows, config.path)
+    return ((f"{config.path} row {i}", row) for i, row in enumerate(made)), len(made)
+
+
+def _chunks(raw: Iterator[tuple[str, Any]], checker: RowChecker) -> Iterator[list[Checked]]:
     while some := list(islice(raw, _CHUNK_ROWS)):
         yield [checker.check(where, value) for where, value in some]
 
@@ -178,7 +197,7 @@ def _assemble(config: DatasetConfig, outcomes: list[Outcome], max_length: int, g
         for start in range(0, len(outcome), group_size):
             group = outcome[start : start + group_size]
             counts.longest = max(counts.longest, *(sequence.length for sequence in group))
-            counts.truncated += sum(sequence.length > max_length for sequence in group)
+            counts.truncated += sum(len(sequence.ids) < sequence.length for sequence in group)
             reason = _nothing_to_learn(group, max_length)
             if reason:
                 dropped[reason] += 1
@@ -194,12 +213,13 @@ def _assemble(config: DatasetConfig, outcomes: list[Outcome], max_length: int, g
     margins = [sequence.margin for sequence in kept if sequence.margin is not None]
     if margins:
         arrays.append(np.array(margins, np.float32))
-    digest = xxhash.xxh3_128()
+    prompts = tuple(sequence.prompt for sequence in kept if sequence.prompt is not None)
+    digest = xxhash.xxh3_128(json.dumps([[p.tools, p.columns] for p in prompts]).encode() if prompts else b"")
     for array in arrays:
         digest.update(array.tobytes())
     flat = [torch.from_numpy(array) for array in arrays]
     fingerprint, last = digest.hexdigest(), flat[4] if margins else None
-    dataset = Dataset(config.path, flat[0], flat[1], flat[2], flat[3], counts, fingerprint, group_size, last)
+    dataset = Dataset(config.path, flat[0], flat[1], flat[2], flat[3], counts, fingerprint, group_size, last, prompts)
     if counts.dropped or counts.skipped:
         _log.warning("%s", "\n".join([dataset.description, *listed]))
     return dataset
@@ -207,6 +227,10 @@ def _assemble(config: DatasetConfig, outcomes: list[Outcome], max_length: int, g
 
 def _nothing_to_learn(group: Sequence[Encoded], max_length: int) -> str:
     """Why a sequence, or a pair of them, could not change a model; empty where it can."""
+    if group[0].prompt is not None:
+        if group[0].length > max_length:
+            return f"prompt of more than {max_length} tokens, the room that generation.max_new_tokens leaves"
+        return "" if group[0].length else "prompt without tokens"
     within = f" within {max_length} tokens" if any(s.length > max_length for s in group) else ""
     if not all(sequence.mask.any() for sequence in group):
         return f"nothing to train{within}"

@@ -1,8 +1,8 @@
 """What one row of a data file must look like, and the exact reason when it does not.
 
-Three kinds of rows exist: `messages` (with optional `tools`), `prompt` + `completion`, and `text`; `pairs` has further
-ones. The first row fixes the kind for the whole file, and where it has the columns of several kinds, the first of that
-list counts.
+Three kinds of rows exist: `messages` (with optional `tools`), `prompt` + `completion`, and `text`; `pairs` and
+`prompts` have further ones. The first row fixes the kind for the whole file, and where it has the columns of several
+kinds, the first of that list counts.
 """
 
 from __future__ import annotations
@@ -80,6 +80,31 @@ class Preference:
     margin: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One checked row that a model is to answer.
+
+    Attributes:
+        given: the prompt as the row has it.
+        messages: the chat that is rendered; `None` where `given` is a text that stands as it is.
+        columns: the row's other columns, plain JSON values, for rewards and environments.
+    """
+
+    where: str
+    given: str | list[dict[str, Any]]
+    messages: list[dict[str, Any]] | None
+    tools: list[dict[str, Any]] | None
+    columns: dict[str, Any]
+
+    @property
+    def shown(self) -> str:
+        """For people: the text, or what was said last in the chat."""
+        return self.given if isinstance(self.given, str) else str(self.given[-1].get("content", ""))
+
+
+Checked = Row | Preference | Prompt | BadRow
+
+
 class RowChecker:
     """Checks the rows of one file. `as_chat`: strings in `prompt` and `completion` become two turns of a chat."""
 
@@ -100,7 +125,7 @@ class RowChecker:
         self._kind = self._kind_of(columns)
         self.saw_chats = self.saw_tools = False
 
-    def check(self, where: str, value: Any) -> Row | Preference | BadRow:
+    def check(self, where: str, value: Any) -> Checked:
         """`value`: one that `datasets.read` gave, which may be a `RowError`."""
         try:
             if isinstance(value, RowError):
@@ -132,7 +157,7 @@ class RowChecker:
     def _kind_of(self, names: Collection[str]) -> str | None:
         return next((kind for kind, needed in self.kinds.items() if not set(needed).isdisjoint(names)), None)
 
-    def _row(self, where: str, fields: dict[str, Any]) -> Row | Preference:
+    def _row(self, where: str, fields: dict[str, Any]) -> Row | Preference | Prompt:
         if self._kind == "text":
             return Row(where, completion=self._string("text", fields["text"]))
         if self._kind == "messages":
@@ -165,7 +190,7 @@ class RowChecker:
         text: str = expect(name, label, value, str, expected)
         if not text and not may_be_empty:
             raise RowError(f"empty {name}", f"field {label}: expected text, found an empty string")
-        _check_plain(name, label, text)
+        check_plain(name, label, text)
         return text
 
     def _turns(self, name: str, value: Any, role: str | None, label: str = "") -> list[dict[str, Any]]:
@@ -178,7 +203,7 @@ class RowChecker:
         if not value:
             raise RowError(f"empty {name}", f"field {label}: expected at least one message, found an empty list")
         messages = [_message(name, f"{label}[{i}]", message) for i, message in enumerate(value)]
-        _check_plain(name, label, messages)
+        check_plain(name, label, messages)
         return messages
 
     def _tools(self, tools: Any) -> list[dict[str, Any]] | None:
@@ -190,7 +215,7 @@ class RowChecker:
             return None
         for tool in expect("tools", label, tools, list, "a list of objects"):
             expect("tools", label, tool, dict, "a list of objects")
-        _check_plain("tools", label, tools)
+        check_plain("tools", label, tools)
         return list(tools)
 
 
@@ -239,7 +264,7 @@ def _inner_json(name: str, label: str, text: str) -> Any:
         raise RowError(f"invalid JSON in {name}", found) from None
 
 
-def _check_plain(name: str, label: str, value: Any) -> None:
+def check_plain(name: str, label: str, value: Any) -> None:
     """Everything that is rendered must be plain JSON values, and text that can be encoded."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

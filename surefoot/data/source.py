@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,43 +31,41 @@ from surefoot.types import (
 _log = logging.getLogger(__name__)
 
 
-class DatasetSource:
-    """A `surefoot.types.Source` over a `Dataset`.
+class CursorSource:
+    """What all sources over a data set share: a position in it, which is all that must be saved.
 
-    Each row of a batch gets three columns: `input_ids` (int64, ragged), `loss_mask` (float32, aligned with the tokens:
-    1 where the token is trained) and `row_index` (int64 [rows], the row's place in the file, from 0). Preferences come
-    as pairs of rows, the chosen one ("…_g0") before the rejected one ("…_g1"), with `margin` (float32 [rows], that of
-    the pair) where the file has it.
+    Args:
+        per_step: what a step draws, in words: "8 rows".
 
     Raises:
-        ConfigError: `drop_last` leaves no batch in an epoch, or a step does not hold whole pairs.
+        ConfigError: `drop_last` leaves no step in an epoch.
     """
 
     def __init__(
         self,
         dataset: Dataset,
-        plane: DataPlane,
         *,
         seed: int,
-        rows_per_step: int,
+        groups_per_step: int,
+        per_step: str,
         max_epochs: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
-        self._dataset, self._plane, self._max_epochs = dataset, plane, max_epochs
-        per_step = _whole_groups(dataset, rows_per_step, "policy.train_global_batch_size")
-        self._cursor = Cursor(dataset.num_groups, per_step, seed, shuffle, drop_last)
+        self.metrics: Metrics = {}
+        self._dataset, self._max_epochs = dataset, max_epochs
+        self._cursor = Cursor(dataset.num_groups, groups_per_step, seed, shuffle, drop_last)
         # What the meaning of an offset depends on.
         self._identity = {"dataset": dataset.fingerprint, "seed": seed, "shuffle": shuffle}
         if self._cursor.steps_per_epoch == 0:
             raise ConfigError(
-                f"data.drop_last: true with {len(dataset)} usable rows in {dataset.name} and {rows_per_step} rows per "
-                f"step leaves no step to train; expected at most {len(dataset)} rows per step, or drop_last: false"
+                f"data.drop_last: true with {len(dataset)} usable rows in {dataset.name} and {per_step} per step "
+                f"leaves no step to train; expected at most {len(dataset)} rows per step, or drop_last: false"
             )
-        if rows_per_step > len(dataset):
+        if groups_per_step > dataset.num_groups:
             _log.warning(
-                "%s has %d usable rows, fewer than the %d rows of a step: every step is one short batch, the whole set",
-                *(dataset.name, len(dataset), rows_per_step),
+                "%s has %d usable rows, fewer than the %s of a step: every step is one short batch, the whole set",
+                *(dataset.name, len(dataset), per_step),
             )
 
     @property
@@ -74,7 +73,7 @@ class DatasetSource:
         return self._cursor.epoch
 
     @property
-    def steps_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int | None:
         return self._cursor.steps_per_epoch
 
     @property
@@ -82,20 +81,11 @@ class DatasetSource:
         cursor = self._cursor
         if self._max_epochs is None or not cursor.epoch_is_done or cursor.epoch + 1 < self._max_epochs:
             return ""
+        steps = "" if self.steps_per_epoch is None else f" of {self.steps_per_epoch} steps"
         return (
-            f"the training data is used up: {self._max_epochs} epochs of {self.steps_per_epoch} steps over "
-            f"{len(self._dataset)} rows of {self._dataset.name} are done"
+            f"the training data is used up: {self._max_epochs} epochs{steps} over {len(self._dataset)} rows of "
+            f"{self._dataset.name} are done"
         )
-
-    def take(self, clock: Clock, poll: Poll) -> BatchRef | None:
-        poll()
-        if self.exhausted:
-            return None
-        epoch, draw, indices = self._cursor.take()
-        return _put(self._dataset, self._plane, indices, [f"e{epoch}_d{draw + i}" for i in range(len(indices))])
-
-    def retire(self, ref: BatchRef, live: Future[int]) -> None:
-        self._plane.drop(ref)
 
     def close(self) -> None:
         """Nothing was started."""
@@ -122,6 +112,34 @@ class DatasetSource:
                 "rows that it had already trained are trained again",
                 *(", ".join(changed), self._cursor.epoch, self._dataset.name),
             )
+
+
+class DatasetSource(CursorSource):
+    """A `surefoot.types.Source` over a `Dataset`. `position`: what `CursorSource` takes by name.
+
+    Each row of a batch gets three columns: `input_ids` (int64, ragged), `loss_mask` (float32, aligned with the tokens:
+    1 where the token is trained) and `row_index` (int64 [rows], the row's place in the file, from 0). Preferences come
+    as pairs of rows, the chosen one ("…_g0") before the rejected one ("…_g1"), with `margin` (float32 [rows], that of
+    the pair) where the file has it.
+
+    Raises:
+        ConfigError: `drop_last` leaves no batch in an epoch, or a step does not hold whole pairs.
+    """
+
+    def __init__(self, dataset: Dataset, plane: DataPlane, *, rows_per_step: int, **position: Any) -> None:
+        groups = _whole_groups(dataset, rows_per_step, "policy.train_global_batch_size")
+        super().__init__(dataset, groups_per_step=groups, per_step=f"{rows_per_step} rows", **position)
+        self._plane = plane
+
+    def take(self, clock: Clock, poll: Poll) -> BatchRef | None:
+        poll()
+        if self.exhausted:
+            return None
+        epoch, draw, indices = self._cursor.take()
+        return _put(self._dataset, self._plane, indices, [f"e{epoch}_d{draw + i}" for i in range(len(indices))])
+
+    def retire(self, ref: BatchRef, live: Future[int]) -> None:
+        self._plane.drop(ref)
 
 
 def training_source(kit: Kit) -> DatasetSource:

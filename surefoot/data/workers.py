@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.data.encode import Encoder, Outcome
-from surefoot.data.rows import BadRow, Preference, Row
+from surefoot.data.rows import Checked
 from surefoot.errors import ModelError, SurefootError
 
-Chunk = Sequence[Row | Preference | BadRow]
+Chunk = Sequence[Checked]
 
 
 def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Generator[list[Outcome]]:

@@ -149,8 +149,13 @@ def weights_by_name(model: Any) -> dict[str, Tensor]:
     Raises:
         ModelError: the file's tensors are not views of the parameters, so that they could not be captured exactly.
     """
+    return by_name(model, model.state_dict())
+
+
+def by_name(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As `weights_by_name`, of tensors that stand for the model's own, by the modules' names."""
     try:
-        state = remove_tied_weights_from_state_dict(dict(model.state_dict()), model)
+        state = remove_tied_weights_from_state_dict(dict(tensors), model)
     except RuntimeError as error:
         raise ModelError(f"{type(model).__name__} shares tensors in a way it does not declare: {error}") from error
     saved = revert_weight_conversion(model, dict(state))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from surefoot.config import EngineConfig
 from surefoot.engine.batching import MicroBatch, joined, micro_batches, optimizer_steps
-from surefoot.engine.folder import WEIGHTS_FILE, fingerprint, weights_by_name
+from surefoot.engine.folder import WEIGHTS_FILE, by_name, fingerprint, weights_by_name
 from surefoot.engine.frozen import BaseView, frozen_writer, require_same_base, require_same_frozen
 from surefoot.engine.heads import ModelHead
-from surefoot.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_weights, base_weights
+from surefoot.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_weights, base_weights, merged_weights
 from surefoot.engine.models import resolve_device
 from surefoot.engine.optimizer import Optimizer, copy_exactly
 from surefoot.errors import ModelError, NonFiniteError, ResumeRefused
@@ -105,12 +105,12 @@ class LocalEngine:
 
     def infer(self, ref: BatchRef, head: Head, into: Mapping[str, str]) -> BatchRef:
         """Outputs land on the CPU, one tensor per row, without padding."""
-        columns = self._plane.get(ref, [head.inputs])
+        columns = self._plane.get(ref, [head.inputs, *([head.mask] if head.mask else [])])
         found: dict[str, list[Any]] = {output: [None] * len(ref) for output in into}
         self._set_mode(training=False)
         with torch.no_grad():
             for batch in self._cut(ref, columns, head):
-                out = self._forward(batch, head)
+                out = self._forward(batch, head, batch.columns[head.mask] if head.mask else None)
                 for output, rows in found.items():
                     for place, length, values in zip(
                         batch.rows, batch.lengths.tolist(), out[output].cpu(), strict=True
@@ -251,7 +251,8 @@ class LocalEngine:
     # ------------------------------------------------------------------------------------------------ weights, state
 
     def weights(self) -> Mapping[str, Tensor]:
-        return dict(self._weights)
+        """With an adapter: the whole model's, the adapter merged in, which are copies in part."""
+        return by_name(self.model, merged_weights(self.model)) if self._adapted else dict(self._weights)
 
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         """Raises `CheckpointError` when names, shapes or dtypes differ; then nothing was assigned."""

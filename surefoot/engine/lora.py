@@ -128,6 +128,20 @@ def base_weights(model: Any) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """What `merge` would make of the model, which stays as it is, by the modules' names: new tensors where the adapter
+    has a part in them, the live ones elsewhere."""
+    merged = base_weights(model)
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            merged |= {f"{name}.{part}": t for part, t in module.modules_to_save["default"].state_dict().items()}
+        elif isinstance(module, BaseTunerLayer):
+            own = module.get_base_layer().weight.detach()
+            merged[f"{name}.weight"] = own + module.get_delta_weight("default").to(own)
+    return merged
+
+
 @contextmanager
 def adapter_off(model: Any) -> Iterator[None]:
     """Inside, the model is the base, bit for bit."""

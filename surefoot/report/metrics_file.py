@@ -33,7 +33,7 @@ class MetricsFile:
     def append(self, record: Mapping[str, Any]) -> None:
         odd = {k: json.dumps(v) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
         line = (json.dumps({**record, **odd}, allow_nan=False) + "\n").encode()
-        with _explained("write", self.path):
+        with explained("write", self.path):
             if self._file is None:
                 self._file = FileIO(self.path, "ab")
             while line:
@@ -53,7 +53,7 @@ class MetricsFile:
         """
         with self.path.open("ab") as file:
             os.fsync(file.fileno())
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
 
     def cut(self, step: int, size: int) -> None:
         """Take the file back to the size that it had when `step` was saved.
@@ -62,7 +62,7 @@ class MetricsFile:
         the checkpoint saw, is warned about: then the whole lines in this size stay.
         """
         self.close()
-        with _explained("cut back", self.path):
+        with explained("cut back", self.path):
             data = self.path.read_bytes() if self.path.exists() else b""
             end = data.rfind(b"\n", 0, size) + 1
             if end != size:
@@ -79,7 +79,7 @@ class MetricsFile:
             fresh = self.path.with_suffix(".tmp")
             _write_synced(fresh, data[:end])
             fresh.replace(self.path)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
             logger.info("%s: what came after step %d is set aside in %s", self.path, step, aside.name)
 
     def close(self) -> None:
@@ -93,10 +93,11 @@ def _write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """What was made, renamed or removed in the folder is on disk when this returns."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -105,11 +106,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _explained(what: str, path: Path) -> Iterator[None]:
+def explained(what: str, path: Path) -> Iterator[None]:
+    """Raises `StorageFailed` in place of an `OSError`."""
     try:
         yield
     except OSError as error:
         raise StorageFailed(
-            f"cannot {what} {path}: {error.strerror or error}. The run stops, since its metrics would have a gap. "
+            f"cannot {what} {path}: {error.strerror or error}. The run stops, since its record would have a gap. "
             "Make room, or make the file and its folder writable, then resume the run"
         ) from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 
-from surefoot.report.text import duration, event_text, headline, number
+from surefoot.report.text import duration, event_text, headline, number, rollout_text
 from surefoot.report.timeline import Timeline
 from surefoot.types import Clock, SaveEvent
 
@@ -37,6 +38,12 @@ class PlainProgress:
         if self._total_steps is not None and clock.step < self._total_steps:
             speed += f"  ETA {duration(self._timeline.left_s(self._total_steps - clock.step))}"
         self._show("step", f"{self._count(clock.step)}  epoch {clock.epoch}", values, speed)
+
+    def rollouts(self, step: int, rollouts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Some rollouts of the step that is being made, by what they are shown for."""
+        if not step % (self._log_period or 1) or step == self._total_steps:
+            for name, rollout in rollouts.items():
+                self._show(name, rollout_text(rollout))
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         values = "  ".join(f"{name} {number(value)}" for name, value in headline(metrics).items())

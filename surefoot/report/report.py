@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from surefoot.config import LoggerConfig
+from surefoot.report.completions import Completions
 from surefoot.report.live import LiveProgress
 from surefoot.report.metrics_file import MetricsFile
 from surefoot.report.progress import PlainProgress
@@ -40,7 +41,8 @@ class RunReport:
         run_dir: the run's folder; it exists.
         total_steps: steps the run is to have at its end, where that is known.
         console: where progress, messages and the closing summary go; standard output by default.
-        now: a clock in seconds that only goes forward.
+        timeline: of the run's phases.
+        completions: the record of rollouts, where the run has any.
 
     Raises:
         ConfigError: `config.wandb` without the package.
@@ -53,11 +55,13 @@ class RunReport:
         *,
         total_steps: int | None,
         console: Console | None = None,
-        now: Callable[[], float] = time.perf_counter,
+        timeline: Timeline | None = None,
+        completions: Completions | None = None,
     ) -> None:
         run_dir = run_dir.absolute()
         self._console = console or Console()
-        self._timeline = Timeline(now)
+        self._timeline = timeline or Timeline(time.perf_counter)
+        self._completions = completions
         self._file = MetricsFile(run_dir / "metrics.jsonl")
         # The stream itself is asked too: variables such as FORCE_COLOR make rich take any file for a terminal.
         is_terminal = self._console.is_interactive and self._console.file.isatty()
@@ -78,6 +82,8 @@ class RunReport:
         self._saves: list[SaveEvent] = []  # finished ones; only ever appended to, from any thread
         self._saves_told = 0
         self._print_summary = config.progress != "off"
+        if completions is not None:
+            completions.show = lambda *args: self._show(self._progress, self._progress.rollouts, *args)
 
     def __enter__(self) -> RunReport:
         self._timeline.start()
@@ -150,12 +156,14 @@ class RunReport:
         """Every line is with the operating system when the call that made it returns."""
 
     def snapshot(self) -> Writer:
-        """Captures how far `metrics.jsonl` goes. The writer syncs it first, so a checkpoint never knows of a line that
-        a power cut can take away; if that fails, the save fails."""
+        """Captures how far `metrics.jsonl` goes. The writer syncs it first, and the completions, so a checkpoint never
+        knows of a line that a power cut can take away; if that fails, the save fails."""
         state = {"step": self._step, "tokens": self._tokens, "size": self._file.size()}
 
         def write(sink: Sink) -> None:
             self._file.sync()
+            if self._completions is not None:
+                self._completions.sync()
             sink.json("metrics.json", state)
 
         return write
@@ -173,6 +181,8 @@ class RunReport:
     def _resume(self, step: int, size: int, first_step: int) -> None:
         self._step = step
         self._file.cut(step, size)
+        if self._completions is not None:
+            self._completions.cut(step)
         for tracker in self._trackers:
             self._show(tracker, tracker.resume, first_step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -70,6 +71,25 @@ def sparkline(values: Sequence[float]) -> str:
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((v - low) * scale)] if math.isfinite(v) else " " for v in values)
+
+
+def rollout_text(rollout: Mapping[str, Any]) -> str:
+    """
+    >>> rollout_text({"reward": 1.0, "advantage": 0.5, "prompt": "17+75=", "completion": "92"})
+    "reward 1  advantage +0.50  '17+75=' -> '92'"
+    """
+    asked, said = (shortened(str(rollout[name]), 50) for name in ("prompt", "completion"))
+    return f"reward {number(rollout['reward'])}  advantage {rollout['advantage']:+.2f}  {asked!r} -> {said!r}"
+
+
+def shortened(text: str, width: int) -> str:
+    """The end of a text matters as much as its beginning.
+
+    >>> shortened("a b c d e f g h", 9)
+    'a b … g h'
+    """
+    half = (width - 1) // 2
+    return text if len(text) <= width else f"{text[:half]}…{text[-half:]}"
 
 
 def event_text(event: SaveEvent) -> str:

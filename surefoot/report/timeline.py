@@ -11,7 +11,8 @@ OUTSIDE_THE_STEP = ("validate", "save")
 
 
 class Timeline:
-    """Phases do not nest. They are opened and closed by the training thread alone.
+    """Phases are opened and closed by the training thread alone. While one is open inside another, the other's time
+    stands still, so that times add up.
 
     Args:
         now: a clock in seconds that only goes forward.
@@ -31,18 +32,23 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        began = self._now()
-        self._open = (name, began)
+        outer = self._open[0]
+        self._switch_to(name)
         try:
             yield
         finally:
-            self._open = ("", 0.0)
-            seconds = self._now() - began
-            self._turn[name] += seconds
-            self.totals[name] += seconds
+            self._switch_to(outer)
+
+    def _switch_to(self, name: str) -> None:
+        now = self._now()
+        before, since = self._open
+        self._open = (name, now)
+        if before:
+            self._turn[before] += now - since
+            self.totals[before] += now - since
 
     def current(self) -> tuple[str, float]:
-        """The open phase, "" where there is none, and for how long it has been open. May be asked from any thread."""
+        """The innermost open phase, "" where there is none, and for how long. May be asked from any thread."""
         name, began = self._open
         return name, self._now() - began
 

@@ -68,7 +68,7 @@ def write(folder: Path, rows: list[Any]) -> Path:
 def load(path: Path, tokenizer: Any = None, max_length: int = 400, **options: Any) -> Dataset:
     data = {key: options.pop(key) for key in list(options) if key in DataConfig.model_fields}
     source = DatasetConfig(path=str(path), **options)
-    return prepare(source, DataConfig(train=source, **data), tokenizer or tiny.byte_level(), max_length, pairs=True)
+    return prepare(source, DataConfig(train=source, **data), tokenizer or tiny.byte_level(), max_length, rows="pairs")
 
 
 def trained(dataset: Dataset, tokenizer: Any = None) -> list[str]:

@@ -260,7 +260,7 @@ def pairs_of(folder: Path, pairs: int, **further: Any) -> Dataset:
     rows = [{"prompt": f"q{i}", "chosen": "x", "rejected": "y" * (i + 1), **further} for i in range(pairs)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DatasetConfig(path=str(path))
-    return prepare(config, DataConfig(train=config), tiny.byte_level(), 64, pairs=True)
+    return prepare(config, DataConfig(train=config), tiny.byte_level(), 64, rows="pairs")
 
 
 def test_the_sides_of_a_pair_stay_together_the_chosen_one_first(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from surefoot.config import EngineConfig
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import models
 from surefoot.engine.local import LocalEngine
+from surefoot.engine.lora import adapter_weights
 from surefoot.errors import ModelError, ResumeRefused
 from surefoot.losses.reward import RewardLoss
 from surefoot.types import Head, Objective
@@ -210,6 +211,20 @@ def test_only_the_adapter_is_trained_and_saved(tmp_path: Path) -> None:
     assert sum(t.numel() for n, t in moments.items() if n != "steps") == 2 * sum(t.numel() for t in weights.values())
 
 
+@pytest.mark.parametrize(("name", "lora"), CASES)
+def test_the_weights_are_the_merged_models(tmp_path: Path, name: str, lora: dict[str, Any]) -> None:
+    """Under the names that the merge has in its file; the engine goes on as it was."""
+    configuration = configured(tmp_path, name, lora)
+    engine, _ = trained(configuration)
+    before = logits(engine.model)
+    weights = engine.weights()
+    expected = load_file(merged(saved(engine), configuration, tmp_path / "merged") / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(weights[key], tensor, rtol=1e-6, atol=1e-7)
+    assert torch.equal(logits(engine.model), before)
+
+
 def test_the_start_is_the_base_drawn_from_the_seed_alone(tmp_path: Path) -> None:
     configuration = configured(tmp_path, "gpt2", GPT2_EMBEDDINGS)
     found = []
@@ -218,7 +233,7 @@ def test_the_start_is_the_base_drawn_from_the_seed_alone(tmp_path: Path) -> None
         before = torch.random.get_rng_state()
         engine = engine_of(configuration, MemoryPlane(), seed=seed)
         assert torch.equal(before, torch.random.get_rng_state())
-        found.append({n: t.clone() for n, t in engine.weights().items()})
+        found.append({n: t.clone() for n, t in adapter_weights(engine.model).items()})
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         torch.testing.assert_close(logits(engine.model), logits(base), rtol=0, atol=0)
     assert all(torch.equal(t, found[1][n]) for n, t in found[0].items())

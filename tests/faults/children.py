@@ -73,8 +73,8 @@ def _waiting_for_a_batch(made: Run, meet: Callable[[], None]) -> None:
 
 
 def _in_validation(made: Run, meet: Callable[[], None]) -> None:
-    engine: Any = made.kit.engines["policy"]
-    engine.evaluate = _meeting_when(engine.evaluate, meet, lambda: made.clock.step == 4)
+    algorithm: Any = made.algorithm
+    algorithm.evaluate = _meeting_when(algorithm.evaluate, meet, lambda: made.clock.step == 4)
 
 
 def _in_a_background_save(made: Run, meet: Callable[[], None]) -> None:

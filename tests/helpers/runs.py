@@ -24,6 +24,11 @@ EXTRA: dict[str, dict[str, Any]] = {
     "sft": {"sft": {"val_batch_size": 4}},
     "dpo": {"dpo": {"preset": "mpo", "beta": 0.5, "val_batch_size": 4}},
     "rm": {"rm": {"centring": 0.01, "val_batch_size": 4}},
+    "grpo": {
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
+        "generation": {"max_new_tokens": 4, "num_slots": 8},
+        "rewards": [{"name": "length", "target": 20, "unit": "characters"}, {"name": "exact_match"}],
+    },
 }
 
 NUM_ROWS = 20
@@ -32,7 +37,7 @@ NUM_ROWS = 20
 def write_project(folder: Path, *, algorithm: str = "sft", num_rows: int = NUM_ROWS, num_heldout: int = 6) -> Path:
     """Data, a tokenizer and `config.yaml` in `folder`; returns the configuration's path. Of preferences, two rows are
     one line of the file."""
-    size = 2 if load_algorithm(algorithm).pairs else 1
+    size = 2 if load_algorithm(algorithm).rows == "pairs" else 1
     task.write_dataset(folder / "train.jsonl", folder / "heldout.jsonl", 0, num_rows // size, num_heldout // size)
     task.train_tokenizer(task.read_rows(folder / "train.jsonl"), folder / "tokenizer")
     for file in (folder / "train.jsonl", folder / "heldout.jsonl") if size == 2 else ():

@@ -1,4 +1,4 @@
-"""The inputs that both implementations get: four pairs of short rows, drawn without torch so that they never change."""
+"""The inputs that both implementations get: a few short rows, drawn without torch so that they never change."""
 
 from __future__ import annotations
 
@@ -95,3 +95,112 @@ REWARD_CASES: dict[str, tuple[bool, float]] = {
     "centred": (False, 0.01),
     "both": (True, 0.5),
 }
+
+
+# ---------------------------------------------------------------------------------------------------- policy gradient
+
+# Tokens of the prompt and of the completion, row by row; two groups of three.
+POLICY_LENGTHS = ((2, 5), (2, 3), (2, 1), (1, 4), (1, 6), (1, 2))
+ADVANTAGES = (1.25, -0.5, -0.75, 0.25, -1.5, 1.25)
+
+
+@dataclass(frozen=True)
+class PolicyRows:
+    """All [rows, tokens], padded with zeros on the right; `loss_mask` is 1 on completions."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    reference_logprobs: Tensor
+    generator_logprobs: Tensor
+    entropy: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+
+
+def policy_rows(empty_row: int | None = None) -> PolicyRows:
+    """Ratios from 0.4 to 2.2. In `empty_row` no token carries loss."""
+    random = Random(11)
+    width = max(prompt + completion for prompt, completion in POLICY_LENGTHS)
+    table: dict[str, list[list[float]]] = {name: [] for name in PolicyRows.__dataclass_fields__}
+    for row, (prompt, completion) in enumerate(POLICY_LENGTHS):
+        mask = [float(prompt <= t < prompt + completion and row != empty_row) for t in range(width)]
+        logprobs = [math.log(random.uniform(0.05, 0.9)) for _ in range(width)]
+        moved = [[x + random.gauss(0.0, spread) for x in logprobs] for spread in (0.4, 0.7, 0.5)]
+        entropy = [random.uniform(0.1, 2.0) for _ in range(width)]
+        for name, values in zip(table, (logprobs, *moved, entropy, [ADVANTAGES[row]] * width), strict=False):
+            table[name].append([value * m for value, m in zip(values, mask, strict=True)])
+        table["loss_mask"].append(mask)
+    return PolicyRows(**{name: torch.tensor(values) for name, values in table.items()})
+
+
+@dataclass(frozen=True)
+class PolicyCase:
+    """One setting in both dialects: options of our loss, and settings of TRL's trainer."""
+
+    ours: Mapping[str, Any]
+    theirs: Mapping[str, Any]
+    empty_row: int | None = None
+
+
+LONGEST = 8
+_TYPES: dict[str, dict[str, Any]] = {
+    "grpo": {"reduction": "sequence"},
+    "bnpo": {"reduction": "token"},
+    "dr_grpo": {"reduction": "constant", "max_response_length": LONGEST},
+    "dapo": {"reduction": "token"},
+    "cispo": {"loss_type": "cispo", "reduction": "token", "ratio_clip_max": 1.1},
+    "sapo": {"loss_type": "sapo", "reduction": "sequence"},
+}
+
+
+def _policy(name: str, ours: Mapping[str, Any] | None = None, **theirs: Any) -> PolicyCase:
+    cap = {"epsilon_high": 1.1} if name == "cispo" else {}
+    return PolicyCase({**_TYPES[name], **(ours or {})}, {"loss_type": name, **cap, **theirs})
+
+
+_SEQUENCE = {"sequence_level_importance_ratios": True}
+_KL = {"reference_policy_kl_penalty": 0.05}
+_TIS = {"importance_sampling_correction": "token", "truncated_importance_sampling_type": "tis"}
+POLICY_CASES: dict[str, PolicyCase] = {
+    **{f"{name}, token": _policy(name) for name in _TYPES},
+    **{f"{name}, sequence": _policy(name, _SEQUENCE, importance_sampling_level="sequence") for name in _TYPES},
+    "gspo": _policy(
+        "grpo",
+        {**_SEQUENCE, "ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4},
+        **{"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    ),
+    "clip-higher": _policy("dapo", {"ratio_clip_max": 0.28}, epsilon_high=0.28),
+    "dual clip": _policy("grpo", {"ratio_clip_c": 1.5}, delta=1.5),
+    "sapo, other temperatures": _policy(
+        "sapo",
+        {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+        **{"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+    ),
+    "plain k3": _policy("grpo", {**_KL, "reference_policy_kl_type": "k3_plain"}, beta=0.05),
+    "k3": _policy("dapo", {**_KL, "reference_policy_kl_type": "k3"}, beta=0.05, use_bias_correction_kl=True),
+    "entropy": _policy("dapo", {"entropy_coef": 0.02}, entropy_coef=0.02),
+    "on policy": _policy("grpo", {"force_on_policy_ratio": True}, old=None),
+    "truncated weights": _policy(
+        "dapo",
+        {**_TIS, **_KL, "truncated_importance_sampling_ratio": 1.2, "reference_policy_kl_type": "k3_plain"},
+        **{"beta": 0.05, "weights_at_most": 1.2},
+    ),
+    "entropy, by sequence": _policy("grpo", {"entropy_coef": 0.02}, entropy_coef=0.02),
+    "empty row": PolicyCase(_TYPES["grpo"], {"loss_type": "grpo"}, empty_row=2),
+    "empty row, constant": PolicyCase(_TYPES["dr_grpo"], {"loss_type": "dr_grpo"}, empty_row=2),
+}
+
+# ------------------------------------------------------------------------------------------------------ GAE, whitening
+
+GAE_CASES: dict[str, tuple[float, float]] = {"plain": (1.0, 0.95), "discounted": (0.9, 0.7), "monte carlo": (1.0, 1.0)}
+OWN_TOKENS = (6, 4, 1, 5)
+
+
+def value_rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rewards` [rows]; `values`, `penalties` and `mask` [rows, tokens], 0 on padding."""
+    random = Random(13)
+    width = max(OWN_TOKENS)
+    mask = [[float(t < own) for t in range(width)] for own in OWN_TOKENS]
+    values, penalties = ([[random.gauss(0.3, 1.0) * m for m in row] for row in mask] for _ in range(2))
+    rewards = [random.gauss(0.0, 1.0) for _ in OWN_TOKENS]
+    return torch.tensor(rewards), torch.tensor(values), torch.tensor(penalties), torch.tensor(mask)

@@ -1,9 +1,9 @@
-"""Write what TRL computes to trl_preference.json and trl_reward.json, for machines without TRL.
+"""Write what TRL and torchtune compute to the JSON files of this folder, for machines without them.
 
     python -m tests.parity.make_reference
 
-Needs trl==1.16.* (`pip install 'trl==1.16.0'`). The parity tests use TRL itself where it is installed, and then also
-check that these files are what it computes.
+Needs trl==1.16.* (`pip install 'trl==1.16.0'`) and torchtune==0.6.* (`pip install --no-deps 'torchtune==0.6.1'`). Where
+the two are installed the parity tests use them, and then also check that these files are what they compute.
 """
 
 from __future__ import annotations
@@ -13,17 +13,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.parity import trl_reference
-from tests.parity.cases import CASES, REWARD_CASES
+from tests.parity import torchtune_reference, trl_reference
+from tests.parity.cases import CASES, GAE_CASES, POLICY_CASES, REWARD_CASES
 
 FOLDER = Path(__file__).parent
 
 
 def main() -> None:
-    if not trl_reference.installed():
-        sys.exit(f"trl {trl_reference.VERSION} is not installed: pip install 'trl=={trl_reference.VERSION}.0'")
+    for name, reference in (("trl", trl_reference), ("torchtune", torchtune_reference)):
+        if not reference.installed():
+            sys.exit(f"{name} {reference.VERSION} is not installed: see this file's header")
     write("trl_preference", {name: trl_reference.preference(case) for name, case in CASES.items()})
     write("trl_reward", {name: trl_reference.reward(*case) for name, case in REWARD_CASES.items()})
+    write("trl_policy", {name: trl_reference.policy(case) for name, case in POLICY_CASES.items()})
+    write("torchtune", torchtune())
+
+
+def torchtune() -> dict[str, Any]:
+    estimated = {name: torchtune_reference.estimated(*case) for name, case in GAE_CASES.items()}
+    return estimated | {f"whiten, {shift}": torchtune_reference.whitened(shift) for shift in (True, False)}
 
 
 def write(name: str, values: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tests.parity.cases import MARGINS, SCORES, Case, rows
+from tests.parity.cases import LONGEST, MARGINS, SCORES, Case, PolicyCase, policy_rows, rows
 
 VERSION = "1.16"
 Values: TypeAlias = "dict[str, Any]"
@@ -104,6 +104,53 @@ def reward(margins: bool, centring: float) -> Values:
     metrics = trainer._metrics["train"]
     named: Mapping[str, float] = {name: metrics[name][0] for name in ("accuracy", "margin", "mean_reward")}
     return {**_values(loss, scores.grad), "metrics": named}
+
+
+def policy(case: PolicyCase) -> Values:
+    """`loss`, `gradient` [rows, tokens] in the log-probs and entropies, and TRL's metrics."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    data = policy_rows(case.empty_row)
+    logprobs, entropy = data.logprobs.clone().requires_grad_(), data.entropy.clone().requires_grad_()
+    given = dict(case.theirs)
+    own, at_most = given.pop("old", data.old_logprobs[:, 1:]), given.pop("weights_at_most", None)
+    settings = {**_POLICY, **given}
+    trainer = SimpleNamespace(
+        model=_Model(),
+        args=SimpleNamespace(**{name: settings[name] for name in _ARGS}),
+        use_vllm=at_most is not None,
+        _entropy_bonus_enabled=bool(settings["entropy_coef"]),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs[:, 1:], entropy[:, 1:], None),
+        **settings,
+        **_trainer(),
+    )
+    trainer.accelerator.reduce = lambda totals, reduction: totals
+    trainer.accelerator.num_processes, trainer.accelerator.sync_gradients = 1, False
+    mask = data.loss_mask[:, 1:]
+    inputs = {
+        **{"prompt_ids": mask[:, :0], "prompt_mask": mask[:, :0], "completion_ids": mask, "completion_mask": mask},
+        "advantages": data.advantages.sum(1) / data.loss_mask.sum(1).clamp(min=1),
+        "num_items_in_batch": mask.sum(),
+        "ref_per_token_logps": data.reference_logprobs[:, 1:],
+        "old_per_token_logps": own,
+    }
+    if at_most is not None:  # TRL makes these weights where it generates
+        inputs["importance_sampling_ratio"] = (own - data.generator_logprobs[:, 1:]).exp().clamp(max=at_most)
+    loss = GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+    grads = torch.autograd.grad(loss, [logprobs, entropy], allow_unused=True, materialize_grads=True)
+    metrics = {name: values[0] for name, values in trainer._metrics["train"].items() if name in _POLICY_METRICS}
+    return {"loss": float(loss.detach()), "gradient": torch.stack(grads).tolist(), "metrics": metrics}
+
+
+_POLICY_METRICS = {"kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
+_ARGS = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg", "steps_per_generation")
+_POLICY: dict[str, Any] = {
+    **{"importance_sampling_level": "token", "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "entropy_coef": 0.0},
+    **{"delta": None, "use_bias_correction_kl": False, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+    **{"steps_per_generation": 1, "current_gradient_accumulation_steps": 1, "max_completion_length": LONGEST},
+    **{"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_adaptive_entropy": False},
+    "vllm_importance_sampling_correction": True,
+}
 
 
 def _trainer() -> dict[str, Any]:

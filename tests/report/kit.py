@@ -11,6 +11,7 @@ from rich.console import Console
 
 from surefoot.config import LoggerConfig
 from surefoot.report import RunReport
+from surefoot.report.timeline import Timeline
 from surefoot.types import BatchRef, Clock, Metric, Metrics
 
 
@@ -55,10 +56,11 @@ def make(
     run_dir: Path, *, total_steps: int | None = 10, console: Console | None = None, now: Any = None, **config: Any
 ) -> RunReport:
     """Quiet and without TensorBoard unless `config`, keys of the `logger` section, says otherwise."""
+    parts: dict[str, Any] = {} if now is None else {"timeline": Timeline(now)}
+    parts["completions"] = config.pop("completions", None)
     settings = LoggerConfig(**{"tensorboard": False, "progress": "off", **config})
-    clock = {} if now is None else {"now": now}
     run_dir.mkdir(exist_ok=True)
-    return RunReport(run_dir, settings, total_steps=total_steps, console=console or plain_console(), **clock)
+    return RunReport(run_dir, settings, total_steps=total_steps, console=console or plain_console(), **parts)
 
 
 def turn(report: RunReport, clock: Clock, metrics: Metrics | None = None) -> None:

@@ -116,3 +116,20 @@ def test_the_summary_of_a_run_without_a_step_divides_by_nothing() -> None:
     console = plain_console()
     console.print(summary(Timeline(HandClock()), []))
     assert "Saves: none" in printed(console)
+
+
+def test_a_phase_inside_another_takes_its_time_from_it() -> None:
+    clock = HandClock()
+    timeline = Timeline(clock)
+    with timeline.phase("data"):
+        clock.passes(1)
+        with timeline.phase("rollout"):
+            clock.passes(4)
+            assert timeline.current() == ("rollout", 4.0)
+        assert timeline.current() == ("data", 0.0)
+        with timeline.phase("rollout"):
+            clock.passes(2)
+        clock.passes(0.5)
+    assert timeline.current()[0] == ""
+    timing = timeline.turn(0)
+    assert (timing["data_s"], timing["rollout_s"], timing["wall_s"]) == (1.5, 6.0, 7.5)

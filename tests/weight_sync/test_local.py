@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 import torch
 
+from surefoot.errors import StaleWeights
 from surefoot.types import WeightSync
 from surefoot.weight_sync.local import LocalSync
 
@@ -32,3 +34,20 @@ def test_nobody_generates() -> None:
         raise AssertionError("asked for weights that nobody wants")
 
     assert LocalSync().publish(weights, 8).result(timeout=0) == 8
+
+
+class Silent(Recorder):
+    """Takes the version and not the weights."""
+
+    def weights_checksum(self) -> str:
+        return "0.0"
+
+
+def test_weights_that_did_not_arrive_are_noticed() -> None:
+    def checksum(weights: Mapping[str, torch.Tensor]) -> str:
+        return f"{float(weights['w'].sum())}"
+
+    sync = LocalSync([Silent()], checksum)  # type: ignore[list-item]
+    assert sync.publish(lambda: {"w": torch.zeros(2)}, 0).result(timeout=0) == 0
+    with pytest.raises(StaleWeights, match=r"version 1 of the weights has the checksum 2\.0, .* it has 0\.0"):
+        sync.publish(lambda: {"w": torch.ones(2)}, 1)

@@ -1,0 +1,137 @@
+"""The wiring of what samples and scores completions: rewards, environment, and the generator with its own weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.checkpoint import Arena
+from surefoot.config import RunConfig, TokenizerConfig
+from surefoot.data.encode import Encoder
+from surefoot.data_plane.memory import MemoryPlane
+from surefoot.engine import lora, models
+from surefoot.engine.folder import GENERATION_FILE, fingerprint, weights_by_name
+from surefoot.engine.local import LocalEngine
+from surefoot.generation.torch_sampler import TorchSampler
+from surefoot.rollout.config import RolloutRunConfig
+from surefoot.rollout.conversations import Conversations
+from surefoot.rollout.reward_model import RewardModel
+from surefoot.rollout.rewards import load_rewards
+from surefoot.rollout.rollouts import Rollouts
+from surefoot.rollout.turns import check_turns
+from surefoot.types import Generator, Sampling
+
+_log = logging.getLogger(__name__)
+
+
+def longest_row(config: RunConfig) -> int:
+    """Tokens of a row of the data sets: a prompt leaves room for what is sampled."""
+    room = config.generation.max_new_tokens if isinstance(config, RolloutRunConfig) else 0
+    return config.policy.max_total_sequence_length - room
+
+
+def conversations(config: RunConfig, tokenizer: Any) -> Conversations | None:
+    """`None` where no environment is configured.
+
+    Raises:
+        ConfigError: the environment cannot be made.
+        ModelError: the chat template does not suit several turns.
+    """
+    if not isinstance(config, RolloutRunConfig) or config.environment is None:
+        return None
+    longest = config.policy.max_total_sequence_length
+    encoder = Encoder(tokenizer, config.data, longest)
+    made = Conversations(config.environment, encoder, max_tokens=longest, seed=config.seed)
+    if config.environment.max_turns > 1:
+        check_turns(encoder, tokenizer, role="tool" if made.tools else "user", tools=made.tools)
+    return made
+
+
+def rollouts(
+    config: RunConfig, tokenizer: Any, conversations: Conversations | None, opened: ExitStack
+) -> Rollouts | None:
+    """`None` where nothing is sampled. Raises `ConfigError` when a reward function cannot be had."""
+    if not isinstance(config, RolloutRunConfig):
+        return None
+    share = config.max_reward_failures
+    models = {reward.model: _reward_model(reward.model, config) for reward in config.rewards if reward.model}
+    rewards = load_rewards(config.rewards, models=models, max_reward_failures=share) if config.rewards else None
+    made = Rollouts(tokenizer, rewards, conversations, seed=config.seed, max_failures=share)
+    opened.callback(made.close)
+    return made
+
+
+def _reward_model(name: str, config: RolloutRunConfig) -> RewardModel:
+    """Run as the policy is, with a tokenizer of its own. Raises `ModelError` when the model has no score head."""
+    settings = {"model_name": name, "model_init": None, "tokenizer": TokenizerConfig(), "lora": None}
+    section = config.policy.model_copy(update=settings)
+    models.check_folder(section, "scalar")
+    tokenizer = models.load_tokenizer(section)
+    loaded = models.load(section, tokenizer=tokenizer, seed=config.seed, kind="scalar")
+    plane = MemoryPlane()
+    engine = LocalEngine(loaded.model, loaded.files, section, plane, Arena(), seed=config.seed, trained=False)
+    return RewardModel(engine, plane, Encoder(tokenizer, config.data, section.max_total_sequence_length))
+
+
+def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.LoadedModel) -> list[Generator]:
+    """What samples from the policy, connected to the rollouts: a model of its own, which weights are published to."""
+    if rollouts is None or not isinstance(config, RolloutRunConfig):
+        return []
+    section = config.generation
+    model = _copy(policy).to(device=models.resolve_device(config.policy.device), dtype=_dtype(config))
+    sampler = TorchSampler(
+        model,
+        weights_by_name(model),
+        tokenizer=policy.tokenizer,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        slots=section.num_slots,
+        exact=section.exact,
+    )
+    if not sampler.exact:
+        _log.warning(
+            "completions depend on what else is sampled with them: a run that is killed and resumed goes on well, and "
+            "not bit for bit as if it had not been killed"
+        )
+    sampling = Sampling(
+        max_new_tokens=section.max_new_tokens,
+        temperature=section.temperature,
+        top_k=section.top_k,
+        top_p=section.top_p,
+        min_p=section.min_p,
+        stop_ids=_stop_ids(config, policy),
+        stop=tuple(section.stop),
+    )
+    rollouts.connect(sampler, sampling)
+    return [sampler]
+
+
+def checksum(config: RunConfig) -> Callable[[Mapping[str, Tensor]], str]:
+    """What a generator says of weights once it has them."""
+    dtype = _dtype(config) if isinstance(config, RolloutRunConfig) else torch.float32
+    return lambda weights: fingerprint({name: tensor.to(dtype) for name, tensor in weights.items()})
+
+
+def _dtype(config: RolloutRunConfig) -> torch.dtype:
+    return torch.bfloat16 if (config.generation.precision or config.policy.precision) == "bfloat16" else torch.float32
+
+
+def _copy(policy: models.LoadedModel) -> Any:
+    """A plain model with the policy's weights, an adapter merged in; names are those that the engine publishes."""
+    if policy.adapter is None:
+        return copy.deepcopy(policy.model)
+    return lora.merge(copy.deepcopy(policy.adapter))
+
+
+def _stop_ids(config: RunConfig, policy: models.LoadedModel) -> tuple[int, ...]:
+    """What ends a turn for the tokenizer, for its chat template, and for the model's own generation settings."""
+    named = json.loads(policy.base_files.get(GENERATION_FILE, b"{}")).get("eos_token_id")
+    own = named if isinstance(named, list) else [named]
+    found = [*Encoder(policy.tokenizer, config.data, 1).stop_ids(), *(i for i in own if isinstance(i, int))]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,106 @@
+"""`completions/`: what was sampled and how it was judged, one Parquet file per step; a few are shown as the run goes.
+
+A file has one row per completion: its columns as they come, numbers as numbers, with NaN (all reward functions
+abstained) as null. Files of steps behind a resumed checkpoint are set aside, as lines of `metrics.jsonl` are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from surefoot.report.metrics_file import explained, sync_folder
+from surefoot.types import Column, Columns
+
+_log = logging.getLogger(__name__)
+
+Show = Callable[[int, Mapping[str, Mapping[str, Any]]], None]
+
+
+class Completions:
+    """Nothing is on disk before the first step. `write` and `cut` raise `StorageFailed`, which names the file.
+
+    Attributes:
+        show: is told each step's rollouts with the highest and the lowest reward, as "best" and "worst".
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+        self._unsynced: deque[Path] = deque()
+        self.show: Show = lambda step, rollouts: None
+
+    def write(self, step: int, columns: Columns) -> None:
+        """`columns`: texts and numbers, `reward` among them, one entry per row."""
+        import pyarrow.parquet as pq
+
+        plain = {name: _plain(column) for name, column in columns.items()}
+        rows = [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
+        path = self._folder / f"step_{step}.parquet"
+        with explained("write", path):
+            self._folder.mkdir(exist_ok=True)
+            partial = path.with_suffix(".tmp")
+            pq.write_table(_table(rows, columns), partial)
+            partial.replace(path)
+        self._unsynced.append(path)
+        judged = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
+        if judged:
+            self.show(step, {"best": judged[0], "worst": judged[-1]} if len(judged) > 1 else {"best": judged[0]})
+
+    def sync(self) -> None:
+        """What is written by now is on disk when this returns. May be called from any thread; raises `OSError`."""
+        if self._unsynced:
+            while self._unsynced:
+                with suppress(FileNotFoundError), self._unsynced.popleft().open("rb") as file:
+                    os.fsync(file.fileno())
+            sync_folder(self._folder)
+
+    def cut(self, step: int) -> None:
+        """Go on after `step`: files of later steps are moved to `completions.after_step_<step>.<k>/`."""
+        with explained("set files aside in", self._folder):
+            later = [file for file in self._folder.glob("step_*.parquet") if _step_of(file) > step]
+            if not later:
+                return
+            names = (self._folder.with_name(f"{self._folder.name}.after_step_{step}.{k}") for k in count(1))
+            aside = next(path for path in names if not path.exists())
+            aside.mkdir()
+            for file in later:
+                file.rename(aside / file.name)
+            sync_folder(aside)
+            sync_folder(self._folder)
+        _log.info("%s: what came after step %d is set aside in %s", self._folder, step, aside.name)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], columns: Columns) -> Any:
+    """By way of JSON: made of Python lists, a table would import pandas first, if that is installed."""
+    import pyarrow as pa
+    from pyarrow import json as arrow_json
+
+    def kind(column: Column) -> Any:
+        return pa.string() if isinstance(column, list) else pa.float64() if column.is_floating_point() else pa.int64()
+
+    schema = pa.schema([(name, kind(column)) for name, column in columns.items()])
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return arrow_json.read_json(
+        io.BytesIO(text),
+        read_options=arrow_json.ReadOptions(use_threads=False, block_size=len(text) + 1),
+        parse_options=arrow_json.ParseOptions(explicit_schema=schema),
+    )
+
+
+def _step_of(file: Path) -> int:
+    number = file.stem.removeprefix("step_")
+    return int(number) if number.isdecimal() else -1
+
+
+def _plain(column: Column) -> list[Any]:
+    values = column if isinstance(column, list) else column.tolist()
+    return [None if isinstance(value, float) and math.isnan(value) else value for value in values]

@@ -1,0 +1,1 @@
+"""From prompts to scored completions: rewards, environments, and the source that runs both."""

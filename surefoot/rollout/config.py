@@ -1,0 +1,121 @@
+"""The configuration of runs whose rows are prompts: the sections they have besides every run's, and the part of their
+algorithms' own sections that says what is sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from surefoot.config import (
+    AlgorithmConfig,
+    GenerationConfig,
+    NonNegativeReal,
+    PositiveInt,
+    Real,
+    RunConfig,
+    Section,
+)
+from surefoot.rollout.environments import EnvironmentConfig
+from surefoot.rollout.reward_config import RewardConfig
+
+
+class EvaluationConfig(Section):
+    """How the prompts of validation sets are answered and judged.
+
+    Attributes:
+        num_generations_per_prompt: n; pass@k is estimated, without bias, for 1, 2, 4 … up to n.
+        temperature: default: that of `generation`; 0 takes the likeliest token.
+        num_prompts_per_batch: answered at a time; it changes speed, never the result.
+        pass_reward: which reward says whether a completion passes; default: the row's whole reward.
+        pass_threshold: a completion passes when that is at least this.
+    """
+
+    num_generations_per_prompt: PositiveInt = 1
+    temperature: NonNegativeReal | None = None
+    num_prompts_per_batch: PositiveInt = 64
+    pass_reward: str | None = None
+    pass_threshold: Real = 1.0
+
+
+class RolloutAlgorithmConfig(AlgorithmConfig):
+    """What an algorithm's step samples, and how it is cut into optimizer steps.
+
+    Attributes:
+        num_prompts_per_step, num_generations_per_prompt: a step has as many rows as their product, and trains on them
+            `policy.train_global_batch_size` at a time.
+        num_epochs_per_step: passes over a step's rows.
+        dynamic_sampling: groups whose raw rewards are all equal are left out and others drawn in their place.
+        dynamic_sampling_max_gen_batches: batches of `num_prompts_per_step` prompts that a step may draw.
+        dynamic_sampling_allow_fewer: when these are used up, go on with the groups found, at least one; else it is an
+            error.
+    """
+
+    num_prompts_per_step: PositiveInt = 4
+    num_generations_per_prompt: PositiveInt = 8
+    num_epochs_per_step: PositiveInt = 1
+    dynamic_sampling: bool = False
+    dynamic_sampling_max_gen_batches: PositiveInt = 10
+    dynamic_sampling_allow_fewer: bool = False
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    def optimizer_steps(self, run: RunConfig) -> int:
+        """In a step with all its rows."""
+        return self.num_epochs_per_step * self.rows_per_step // run.policy.train_global_batch_size
+
+    def check(self, run: RolloutRunConfig) -> None:
+        """Raises `ValueError` when this does not go with the run's other sections."""
+        if not run.rewards and run.environment is None:
+            raise ValueError("rewards: expected at least one function, or an environment that gives rewards")
+        rows, per_step = self.rows_per_step, run.policy.train_global_batch_size
+        if rows % per_step or per_step % self.num_generations_per_prompt:
+            raise ValueError(
+                f"policy.train_global_batch_size ({per_step}) must divide the {rows} rows of a step "
+                f"(num_prompts_per_step {self.num_prompts_per_step} × num_generations_per_prompt "
+                f"{self.num_generations_per_prompt}) and hold whole groups of {self.num_generations_per_prompt}"
+            )
+        if self.dynamic_sampling and self.num_generations_per_prompt == 1:
+            raise ValueError("dynamic_sampling: a group of one completion has no variance: none would ever be kept")
+        if run.generation.temperature == 0:
+            raise ValueError(
+                "generation.temperature: 0 always takes the same completion, and nothing is learned from that; "
+                "expected a number above 0 (evaluation.temperature may be 0)"
+            )
+
+
+class RolloutRunConfig(RunConfig):
+    """A whole run that samples completions.
+
+    Attributes:
+        rewards: functions that judge a completion. The row's reward is their weighted sum.
+        environment: what opens each row and replies to the model, where rollouts have several turns or tools.
+        max_reward_failures: the run stops when a function has failed on a greater share of its last 100 rows, or the
+            environment on one of the last 100 rollouts.
+    """
+
+    generation: GenerationConfig = GenerationConfig()
+    rewards: list[RewardConfig] = Field(default=[])
+    environment: EnvironmentConfig | None = None
+    max_reward_failures: Annotated[Real, Field(ge=0, le=1)] = 0.1
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _room_and_rewards(self) -> RolloutRunConfig:
+        new, whole = self.generation.max_new_tokens, self.policy.max_total_sequence_length
+        if new >= whole:
+            raise ValueError(
+                f"generation.max_new_tokens ({new}) must be below policy.max_total_sequence_length ({whole}), which "
+                "holds the prompt too"
+            )
+        known = [reward.shown_as for reward in self.rewards] + ["environment"] * (self.environment is not None)
+        if self.evaluation.pass_reward not in (None, *known):
+            raise ValueError(
+                f"evaluation.pass_reward: expected one of {', '.join(known)}, found {self.evaluation.pass_reward!r}"
+            )
+        section = getattr(self, self.algorithm.rpartition(".")[2], None)
+        if isinstance(section, RolloutAlgorithmConfig):
+            section.check(self)
+        return self
