@@ -93,17 +93,14 @@ class Sink(Protocol):
 
     def tensors(self, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
         """Write a safetensors file. Raises `NonFiniteError`, naming the tensor, when a value is NaN or infinite."""
-        ...
 
     def stream(self, path: str) -> AbstractContextManager[BinaryIO]: ...
 
     def local(self, path: str) -> Path:
         """Where a third party may write a file itself, to be taken in with `adopt`. Parent folders are made."""
-        ...
 
     def adopt(self, path: str) -> None:
         """Take in a file that a third party wrote at `local(path)`: hash it, sync it, list it."""
-        ...
 
     def under(self, folder: str) -> Sink: ...
 
@@ -120,11 +117,9 @@ class Reader(Protocol):
 
     def files(self) -> tuple[str, ...]:
         """Every file below this reader's folder, sorted, relative to it."""
-        ...
 
     def local(self, path: str = "") -> Path:
         """A file or folder on the local disk whose hashes have been checked."""
-        ...
 
     def under(self, folder: str) -> Reader: ...
 
@@ -137,12 +132,10 @@ class Saveable(Protocol):
 
     def settle(self) -> None:
         """Finish what is in flight, so that `snapshot` sees a state that a resumed run can continue exactly."""
-        ...
 
     def snapshot(self) -> Writer:
         """Capture the state now, cheaply. The writer returned runs in the background, once, with a sink of the part's
         own folder, and must not look at live state."""
-        ...
 
     def restore(self, reader: Reader) -> None: ...
 
@@ -152,15 +145,12 @@ class Stager(Protocol):
 
     def warm(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate and prefault room for these tensors, before the first step."""
-        ...
 
     def capture(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy the tensors now. Valid until the next `capture`. Raises `RuntimeError` inside a `draining` block."""
-        ...
 
     def draining(self) -> AbstractContextManager[None]:
         """Held by the writer while it reads what was captured."""
-        ...
 
 
 class Cache(Protocol):
@@ -168,11 +158,9 @@ class Cache(Protocol):
 
     def read(self, name: str) -> dict[str, Tensor] | None:
         """What `write` wrote under this name, bit for bit, or `None`."""
-        ...
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write all of it or nothing. Raises `StorageFailed` when it cannot be written."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +216,6 @@ class DataPlane(Saveable, Protocol):
         Raises:
             ValueError: a column has another number of rows than `ref`.
         """
-        ...
 
     def get(self, ref: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
         """The named columns of these rows, in the receipt's order.
@@ -236,7 +223,6 @@ class DataPlane(Saveable, Protocol):
         Raises:
             KeyError: a column is missing for a row; names both.
         """
-        ...
 
     def drop(self, ref: BatchRef) -> None: ...
 
@@ -286,35 +272,28 @@ class Source(Saveable, Protocol):
     @property
     def epoch(self) -> int:
         """Passes over the data begun, from 0, at the last row handed out."""
-        ...
 
     @property
     def exhausted(self) -> str:
         """Why there are no more rows, in words, with counts; empty as long as there may be some."""
-        ...
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps that one pass over the data gives; `None` where it cannot be known."""
-        ...
 
     @property
     def metrics(self) -> Metrics:
         """What the last `take` measured of its rows; nothing where they only come out of a file."""
-        ...
 
     def take(self, clock: Clock, poll: Poll) -> BatchRef | None:
         """The next step's rows, or `None` when there are no more. A wait calls `poll` often; when `poll` raises, the
         position stays where it was."""
-        ...
 
     def retire(self, ref: BatchRef, live: Future[int]) -> None:
         """The rows are trained: drop them. `live` yields the weight version that the generators now run."""
-        ...
 
     def close(self) -> None:
         """End what the source started. Safe to call twice."""
-        ...
 
 
 # ----------------------------------------------------------------------------------------------------------- engines
@@ -416,7 +395,6 @@ class Engine(Saveable, Protocol):
 
     def infer(self, ref: BatchRef, head: Head, into: Mapping[str, str]) -> BatchRef:
         """Run the model without gradients and store its outputs as columns; `into` maps output to column name."""
-        ...
 
     def train(self, ref: BatchRef, objective: Objective) -> Metrics:
         """One or several optimizer steps on these rows. Adds `grad_norm`, `lr` and `optimizer_steps` to the loss's
@@ -425,16 +403,13 @@ class Engine(Saveable, Protocol):
         Raises:
             NonFiniteError: a loss or a gradient norm is NaN or infinite; the weights are as before that optimizer step.
         """
-        ...
 
     def evaluate(self, ref: BatchRef, objective: Objective) -> Metrics:
         """The loss's metrics without gradients."""
-        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """The live weights by their names in a Hugging Face folder, tied ones once; those of the whole model, with an
         adapter merged in."""
-        ...
 
     def assign(self, weights: Mapping[str, Tensor]) -> None: ...
 
@@ -491,7 +466,6 @@ class Generator(Protocol):
     @property
     def version(self) -> int:
         """Of the weights now sampled with; 0 before the first `assign`."""
-        ...
 
     async def generate(
         self, prompt_ids: Sequence[int], *, seed: int, group: str, index: int, sampling: Sampling, session: str | None
@@ -502,19 +476,15 @@ class Generator(Protocol):
             DataError: the prompt is empty, too long, or has ids that the model lacks.
             ConfigError: a sampling setting is out of range.
         """
-        ...
 
     def assign(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take new weights, by the names of the model's Hugging Face folder. Raises `ModelError` if they do not fit."""
-        ...
 
     def weights_checksum(self) -> str:
         """Of all weights, to prove that they arrived."""
-        ...
 
     def close(self) -> None:
         """End what was started. Safe to call twice."""
-        ...
 
 
 class WeightSync(Protocol):
@@ -522,7 +492,6 @@ class WeightSync(Protocol):
 
     def publish(self, weights: Callable[[], Mapping[str, Tensor]], version: int) -> Future[int]:
         """Start the transfer; the future yields the version that the generators run when it is done."""
-        ...
 
 
 # -------------------------------------------------------------------------------------------------------- algorithms
