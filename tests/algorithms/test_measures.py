@@ -18,6 +18,8 @@ def test_measures(algorithm: str, tmp_path: Path) -> None:
     assert line.pop("kind") == "val"
     line.pop("step")
     names = algorithm_config(runs.config_of(file)).measures()
+    if not names:
+        pytest.skip(f"{algorithm} cannot say it by its section: other sections name what it measures")
     assert sorted(line) == sorted([*names, *(f"heldout/{name}" for name in names)])
     for name in names:
         runs.config_of(file, f"checkpointing.metric_name=val:{name}")

@@ -12,6 +12,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.testing import assert_close as close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from surefoot.config import EngineConfig
@@ -121,7 +122,7 @@ def test_peft_reads_the_folder_alone_and_a_merge_equals_it(tmp_path: Path, name:
     plain = merged(reader, configuration, tmp_path / "merged")
     fresh, report = AutoModelForCausalLM.from_pretrained(plain, output_loading_info=True)
     assert not report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"]
-    torch.testing.assert_close(logits(fresh), live, rtol=0, atol=1e-5)
+    close(logits(fresh), live, rtol=0, atol=1e-5)
     assert (plain / "generation_config.json").read_bytes() == (tmp_path / "base/generation_config.json").read_bytes()
 
 
@@ -221,7 +222,7 @@ def test_the_weights_are_the_merged_models(tmp_path: Path, name: str, lora: dict
     expected = load_file(merged(saved(engine), configuration, tmp_path / "merged") / "model.safetensors")
     assert weights.keys() == expected.keys()
     for key, tensor in expected.items():
-        torch.testing.assert_close(weights[key], tensor, rtol=1e-6, atol=1e-7)
+        close(weights[key], tensor, rtol=1e-6, atol=1e-7)
     assert torch.equal(logits(engine.model), before)
 
 
@@ -235,7 +236,7 @@ def test_the_start_is_the_base_drawn_from_the_seed_alone(tmp_path: Path) -> None
         assert torch.equal(before, torch.random.get_rng_state())
         found.append({n: t.clone() for n, t in adapter_weights(engine.model).items()})
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        torch.testing.assert_close(logits(engine.model), logits(base), rtol=0, atol=0)
+        close(logits(engine.model), logits(base), rtol=0, atol=0)
     assert all(torch.equal(t, found[1][n]) for n, t in found[0].items())
     assert not all(torch.equal(t, found[2][n]) for n, t in found[0].items())
 
@@ -412,12 +413,14 @@ def test_a_scalar_model_trains_and_loads_with_transformers_alone(
         fresh, report = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
         assert not report["missing_keys"] | report["unexpected_keys"]
         assert fresh.config.num_labels == 1
-        assert torch.equal(scores(fresh), live)
+        own = {name: tensor for name, tensor in engine.model.state_dict().items() if tensor.is_floating_point()}
+        assert all(torch.equal(tensor, own[name]) for name, tensor in fresh.state_dict().items() if name in own)
+        close(scores(fresh), live, rtol=0, atol=1e-6)  # not the same bits: a product's follow from where a tensor lies
         return
-    assert torch.equal(scores(AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)), live)
+    close(scores(AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)), live, rtol=0, atol=1e-6)
     plain = merged(reader, configuration, tmp_path / "merged", "scalar")
     fresh = AutoModelForSequenceClassification.from_pretrained(plain)
-    torch.testing.assert_close(scores(fresh), live, rtol=0, atol=1e-5)
+    close(scores(fresh), live, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name != "scaled logits"])
@@ -431,7 +434,7 @@ def test_every_causal_model_gives_scalars(tmp_path: Path, name: str) -> None:
     fresh = AutoModelForSequenceClassification.from_pretrained(folder)
     for ids, values in zip(found["input_ids"], found["scores"], strict=True):
         with torch.no_grad():
-            torch.testing.assert_close(fresh(ids[None]).logits[0, 0], values[-1], rtol=0, atol=1e-5)
+            close(fresh(ids[None]).logits[0, 0], values[-1], rtol=0, atol=1e-5)
 
 
 def test_a_type_that_has_no_score_head_is_refused(tmp_path: Path) -> None:
@@ -454,6 +457,6 @@ def test_a_score_is_read_at_an_end_token_that_also_pads(tmp_path: Path) -> None:
         )
         with torch.no_grad():
             alone = fresh(torch.tensor([[5, 6, 7, eos]])).logits[0, 0]
-            torch.testing.assert_close(alone, found["scores"][0][-1], rtol=0, atol=1e-6)
+            close(alone, found["scores"][0][-1], rtol=0, atol=1e-6)
             with pytest.raises(ValueError, match="no padding token"):
                 fresh(torch.tensor([[5, 6, 7, eos]] * 2))

@@ -85,13 +85,18 @@ def test_a_wrong_model_init_is_refused(tmp_path: Path, change: dict[str, Any], w
 # ------------------------------------------------------------------------------------------------------ from a folder
 
 
-def test_weights_are_float32_and_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_are_float32_and_their_own(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = tiny.base_folder(tmp_path / "base")
-    tensors = {name: t.bfloat16() for name, t in load_file(folder / "model.safetensors").items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "model.safetensors"
+    tensors = {name: t.to(dtype).clone() for name, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt", "shifts": "what follows"})
     loaded = load(from_folder(folder))
-    (folder / "model.safetensors").write_bytes(b"")  # others may do so while the run goes on
+    size = file.stat().st_size
+    with file.open("r+b") as raw:  # others may do so while the run goes on, also in place
+        raw.write(bytes(size))
     state = loaded.model.state_dict()
+    assert {t.data_ptr() % 64 for t in state.values()} == {0}  # where it would lie in a resumed run
     assert {t.dtype for t in state.values()} == {torch.float32}
     assert all(torch.equal(state[name], t.float()) for name, t in tensors.items())
     assert json.loads(loaded.files["config.json"])["dtype"] == "float32"
