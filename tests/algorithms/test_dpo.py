@@ -22,7 +22,7 @@ SIGMOID = ("dpo.preset=null", "dpo.beta=0.5")
 
 
 def project(folder: Path) -> Path:
-    return runs.write_project(folder, algorithm="dpo")
+    return runs.write_project(folder, case="dpo-mpo")
 
 
 def lines(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ SIGMOID = ("dpo.preset=null", "dpo.beta=0.5")
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return runs.write_project(tmp_path, algorithm="dpo")
+    return runs.write_project(tmp_path, case="dpo-mpo")
 
 
 def kept(folder: Path) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def named(base: Path) -> tuple[str, ...]:
 def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder: what one step makes of random weights."""
     folder = tmp_path_factory.mktemp("base")
-    runs.trained(runs.write_project(folder, algorithm="dpo"), "max_num_steps=1", "val_period=0")
+    runs.trained(runs.write_project(folder, case="dpo-mpo"), "max_num_steps=1", "val_period=0")
     return folder / "run/checkpoints/step_1/policy/weights"
 
 

@@ -28,7 +28,7 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def file(memory_path: Path) -> Path:
-    return runs.write_project(memory_path, algorithm="dpo")
+    return runs.write_project(memory_path, case="dpo-mpo")
 
 
 def overrides_of(folder: Path, kind: str) -> tuple[str, ...]:

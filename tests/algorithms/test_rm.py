@@ -13,7 +13,7 @@ from tests.helpers import runs
 
 
 def project(folder: Path) -> Path:
-    return runs.write_project(folder, algorithm="rm")
+    return runs.write_project(folder, case="rm")
 
 
 def with_margins(folder: Path) -> None:

@@ -27,7 +27,7 @@ PROMPT = {"role": "user", "content": "12+34="}
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with a reward model of two steps, measured at its end, by rows that begin with a system turn."""
     folder = tmp_path_factory.mktemp("rm")
-    runs.trained(runs.write_project(folder, algorithm="rm"), "max_num_steps=2", "data.system_prompt='1+1'")
+    runs.trained(runs.write_project(folder, case="rm"), "max_num_steps=2", "data.system_prompt='1+1'")
     return folder
 
 
@@ -105,7 +105,7 @@ def test_a_plain_folder_knows_nothing_of_the_run(trained: Path) -> None:
 
 
 def test_an_adapter_scores_as_in_its_run(tmp_path: Path) -> None:
-    file = runs.write_project(tmp_path, algorithm="rm")
+    file = runs.write_project(tmp_path, case="rm")
     runs.trained(file, "max_num_steps=2", "policy.lora={dim: 4, alpha: 64}")
     found = score(tmp_path / STEP, tmp_path / "heldout.jsonl")
     measured = next(line for line in runs.metric_lines(tmp_path / "run") if "heldout/margin" in line)

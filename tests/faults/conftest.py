@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.config_file import algorithm_names
-from tests.faults.project import Project
+from tests.faults.project import ONE_CASE, Project
+from tests.helpers import runs
 from tests.helpers.fork_server import ForkServer
 from tests.helpers.memory_path import memory_path, memory_path_of_session
 from tests.helpers.mounts import can_mount
@@ -14,16 +14,16 @@ from tests.helpers.mounts import can_mount
 __all__ = ["can_mount", "memory_path", "memory_path_of_session"]
 
 
-@pytest.fixture(scope="session", params=algorithm_names())
+@pytest.fixture(scope="session", params=runs.CASES)
 def every_project(request: pytest.FixtureRequest, memory_path_of_session: Path) -> Project:
-    """A project of each algorithm in turn, with its straight run done."""
+    """A project of each case in turn, with its straight run done."""
     return Project.made(memory_path_of_session, request.param)
 
 
 @pytest.fixture(scope="session")
 def project(memory_path_of_session: Path) -> Project:
-    """One project, for what does not depend on the algorithm."""
-    return Project.made(memory_path_of_session, algorithm_names()[0])
+    """One project, for what does not depend on the case."""
+    return Project.made(memory_path_of_session, ONE_CASE)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,13 @@ from surefoot.run import Run
 from tests.helpers import runs
 
 STEPS = 6  # saved at 2, 4 and 6
+ONE_CASE = "dpo-mpo"  # for what does not depend on the case: it has a frozen model, and running state
+
+
+def in_every_case(name: str, first: Any, *others: Any) -> pytest.MarkDecorator:
+    """Parametrizes a test that takes `every_project`: the first value for every case, the others for one."""
+    pairs = [(case, first) for case in runs.CASES] + [(ONE_CASE, other) for other in others]
+    return pytest.mark.parametrize(("every_project", name), pairs, indirect=["every_project"])
 
 
 @dataclass(frozen=True)
@@ -31,12 +38,12 @@ class Project:
     straight: Path
 
     @classmethod
-    def made(cls, folder: Path, algorithm: str) -> Project:
+    def made(cls, folder: Path, case: str) -> Project:
         """Made once; found again when asked for a second time."""
-        home = folder / algorithm
+        home = folder / case
         if not home.exists():
             home.mkdir()
-            runs.trained(runs.write_project(home, algorithm=algorithm), f"max_num_steps={STEPS}")
+            runs.trained(runs.write_project(home, case=case), f"max_num_steps={STEPS}")
         return cls(home / "config.yaml", home / "run")
 
     def start(self, run_dir: Path, *overrides: str) -> Run:

@@ -16,7 +16,16 @@ from surefoot.checkpoint import verify_checkpoint
 from surefoot.cli import main
 from surefoot.errors import SaveFailed
 from surefoot.run import Run
-from tests.faults.project import STEPS, Project, assert_all_sound, before_offer, joined, train_lines, trained_steps
+from tests.faults.project import (
+    STEPS,
+    Project,
+    assert_all_sound,
+    before_offer,
+    in_every_case,
+    joined,
+    train_lines,
+    trained_steps,
+)
 from tests.helpers import mounts, runs
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.usefixtures("can_mount")]
@@ -120,7 +129,7 @@ def test_the_first_save_meets_a_full_disk(every_project: Project, disk: Disk, su
     every_project.assert_equals_straight(disk.run_dir, disk.checkpoints)
 
 
-def test_sft_trains_exactly_twice(project: Project, disk: Disk, surefoot: Callable[..., Ended]) -> None:
+def test_two_steps_are_exactly_two_trainings(project: Project, disk: Disk, surefoot: Callable[..., Ended]) -> None:
     calls: list[list[int]] = []
 
     def spoil(run: Run) -> None:
@@ -131,7 +140,7 @@ def test_sft_trains_exactly_twice(project: Project, disk: Disk, surefoot: Callab
     assert calls == [[1, 2]]
 
 
-@pytest.mark.parametrize("step", [4, 6])
+@in_every_case("step", 4, 6)
 def test_a_later_save_meets_a_full_disk(
     every_project: Project, disk: Disk, surefoot: Callable[..., Ended], step: int
 ) -> None:

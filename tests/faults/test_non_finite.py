@@ -13,7 +13,7 @@ from surefoot import loop
 from surefoot.checkpoint import LocalReader
 from surefoot.errors import NonFiniteError, SaveFailed
 from surefoot.run import Run
-from tests.faults.project import Project, assert_all_sound, before_offer, fails
+from tests.faults.project import Project, assert_all_sound, before_offer, fails, in_every_case
 from tests.helpers import runs
 
 
@@ -49,7 +49,7 @@ def test_a_learning_rate_that_blows_everything_up(every_project: Project, memory
     assert_all_finite(memory_path / "run" / "checkpoints")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@in_every_case("value", math.nan, math.inf, -math.inf)
 def test_a_weight_that_breaks_the_loss(every_project: Project, memory_path: Path, value: float) -> None:
     """Planted in step 4: that step is not done, and the run goes on from step 2 as if nothing had happened."""
     run_dir = memory_path / "run"
@@ -71,7 +71,7 @@ def test_a_weight_that_breaks_the_loss(every_project: Project, memory_path: Path
     every_project.assert_goes_on(run_dir, 2)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@in_every_case("value", math.nan, math.inf)
 def test_a_weight_that_breaks_no_loss_yet(every_project: Project, memory_path: Path, value: float) -> None:
     """It is seen while it is written: that save fails, and the one before stays the newest."""
     run_dir = memory_path / "run"

@@ -12,7 +12,7 @@ import pytest
 from surefoot import loop
 from surefoot.checkpoint import verify_checkpoint
 from tests.faults import children
-from tests.faults.project import Project, assert_all_sound, train_lines
+from tests.faults.project import Project, assert_all_sound, in_every_case, train_lines
 from tests.helpers import runs
 from tests.helpers.fork_server import Child, ForkServer, wait_for
 
@@ -33,7 +33,7 @@ def held(server: ForkServer, project: Project, memory_path: Path, hold_at: str) 
     return child
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@in_every_case("number", signal.SIGTERM, signal.SIGINT)
 @pytest.mark.parametrize(("hold_at", "steps_done"), [("train", 3), ("batch", 2), ("validate", 4), ("save", None)])
 def test_a_signal_saves_the_last_step_and_stops(
     every_project: Project,
@@ -43,13 +43,12 @@ def test_a_signal_saves_the_last_step_and_stops(
     hold_at: str,
     steps_done: int | None,
     number: int,
-    status: int,
 ) -> None:
     run_dir = memory_path / "run"
     child = held(fork_server, every_project, memory_path, hold_at)
     child.signal(number)
     (meeting / "go").touch()
-    assert child.wait() == status, child.log
+    assert child.wait() == 128 + number, child.log
     done = train_lines(run_dir)
     assert done == steps_done or (steps_done is None and 2 <= done <= 4)  # meanwhile it may have trained on
     assert verify_checkpoint(run_dir / "checkpoints" / f"step_{done}").sound
@@ -85,13 +84,13 @@ def test_a_kill_in_a_background_save_loses_that_save_alone(
     every_project.assert_goes_on(memory_path / "run", 2)
 
 
-def test_the_deadline_saves_and_stops(every_project: Project, memory_path: Path, fork_server: ForkServer) -> None:
+def test_the_deadline_saves_and_stops(project: Project, memory_path: Path, fork_server: ForkServer) -> None:
     run_dir, log = memory_path / "run", memory_path / "log"
-    words = (every_project.file, f"run_dir={run_dir}", "checkpointing.checkpoint_must_save_by=00:01:00:00")
+    words = (project.file, f"run_dir={run_dir}", "checkpointing.checkpoint_must_save_by=00:01:00:00")
     assert fork_server.call(children.command_line_near_its_deadline, "train", *words, log=log) == 0, log.read_text()
     assert "deadline checkpoint_must_save_by" in log.read_text()
     assert train_lines(run_dir) == 3
-    every_project.assert_goes_on(run_dir, 3, "checkpointing.checkpoint_must_save_by=null")
+    project.assert_goes_on(run_dir, 3, "checkpointing.checkpoint_must_save_by=null")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

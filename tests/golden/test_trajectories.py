@@ -1,4 +1,4 @@
-"""Every algorithm still computes what it did when its trajectory was committed, on any machine, to rounding."""
+"""Every case still computes what it did when its trajectory was committed, on any machine, to rounding."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.config_file import algorithm_names
 from tests.golden.trajectories import FOLDER, measure
+from tests.helpers import runs
 
 
-@pytest.mark.parametrize("algorithm", algorithm_names())
-def test_trajectory(algorithm: str, tmp_path: Path) -> None:
-    golden = [json.loads(line) for line in (FOLDER / f"{algorithm}.jsonl").read_text().splitlines()]
-    measured = measure(algorithm, tmp_path)
+@pytest.mark.parametrize("case", runs.CASES)
+def test_trajectory(case: str, tmp_path: Path) -> None:
+    golden = [json.loads(line) for line in (FOLDER / f"{case}.jsonl").read_text().splitlines()]
+    measured = measure(case, tmp_path)
     assert [line.keys() for line in measured] == [line.keys() for line in golden]
     for now, then in zip(measured, golden, strict=True):
         for name, value in then.items():

@@ -1,6 +1,7 @@
 """Tiny real runs: real data files, a real tokenizer and model, the real command-line configuration.
 
-`EXTRA` says what each algorithm needs besides; the tests that list `surefoot/algorithms` look a new one up here.
+`CASES` says what is run: each algorithm of `surefoot/algorithms` at least once, in each form whose state differs. The
+contract, resume, fault, golden and torture tests run all of them; a new one is one line here.
 """
 
 from __future__ import annotations
@@ -19,24 +20,35 @@ from surefoot.config_file import load_algorithm, parse_config
 from surefoot.demo import task
 from surefoot.run import Outcome, Run
 
-# Algorithm -> what its configuration has besides the common part.
-EXTRA: dict[str, dict[str, Any]] = {
-    "sft": {"sft": {"val_batch_size": 4}},
-    "dpo": {"dpo": {"preset": "mpo", "beta": 0.5, "val_batch_size": 4}},
-    "rm": {"rm": {"centring": 0.01, "val_batch_size": 4}},
-    "grpo": {
-        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
-        "generation": {"max_new_tokens": 4, "num_slots": 8},
-        "rewards": [{"name": "length", "target": 20, "unit": "characters"}, {"name": "exact_match"}],
-    },
+_LORA = {"lora": {"dim": 4, "dropout": 0.1}}
+_GRPO = {
+    "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
+    "generation": {"max_new_tokens": 4, "num_slots": 4},
+    "rewards": [{"name": "length", "target": 20, "unit": "characters"}, {"name": "exact_match"}],
+}
+_DPO = {"beta": 0.5, "val_batch_size": 4}
+
+# Case -> the algorithm, and what its configuration has besides the common part; FOLDER is the project's.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {"sft": {"val_batch_size": 4}}),
+    "sft-lora": ("sft", {"sft": {"val_batch_size": 4}, "policy": _LORA}),
+    "dpo": ("dpo", {"dpo": _DPO}),
+    "dpo-lora": ("dpo", {"dpo": _DPO, "policy": _LORA}),
+    "dpo-mpo": ("dpo", {"dpo": {**_DPO, "preset": "mpo"}}),
+    "dpo-precomputed": ("dpo", {"dpo": {**_DPO, "reference": "precomputed", "reference_cache": "FOLDER/cache"}}),
+    "dpo-sync": ("dpo", {"dpo": {**_DPO, "sync_reference": {"period": 2}}}),
+    "rm": ("rm", {"rm": {"centring": 0.01, "val_batch_size": 4}}),
+    "rm-lora": ("rm", {"rm": {"centring": 0.01, "val_batch_size": 4}, "policy": _LORA}),
+    "grpo": ("grpo", _GRPO),
 }
 
 NUM_ROWS = 20
 
 
-def write_project(folder: Path, *, algorithm: str = "sft", num_rows: int = NUM_ROWS, num_heldout: int = 6) -> Path:
+def write_project(folder: Path, *, case: str = "sft", num_rows: int = NUM_ROWS, num_heldout: int = 6) -> Path:
     """Data, a tokenizer and `config.yaml` in `folder`; returns the configuration's path. Of preferences, two rows are
     one line of the file."""
+    algorithm, extra = CASES[case]
     size = 2 if load_algorithm(algorithm).rows == "pairs" else 1
     task.write_dataset(folder / "train.jsonl", folder / "heldout.jsonl", 0, num_rows // size, num_heldout // size)
     task.train_tokenizer(task.read_rows(folder / "train.jsonl"), folder / "tokenizer")
@@ -64,11 +76,17 @@ def write_project(folder: Path, *, algorithm: str = "sft", num_rows: int = NUM_R
         },
         "checkpointing": {"save_period": 2},
         "logger": {"progress": "off", "tensorboard": False},
-        **EXTRA[algorithm],
     }
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    file.write_text(yaml.safe_dump(_merged(values, extra), sort_keys=False).replace("FOLDER", str(folder)))
     return file
+
+
+def _merged(values: Any, extra: Any) -> Any:
+    """`values` with what `extra` has, section by section."""
+    if not (isinstance(values, dict) and isinstance(extra, dict)):
+        return extra
+    return {**values, **{key: _merged(values.get(key), value) for key, value in extra.items()}}
 
 
 def config_of(file: Path, *overrides: str) -> RunConfig:
@@ -98,7 +116,8 @@ def metric_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def state_bytes(checkpoint: Path) -> dict[str, bytes]:
-    """Every file that holds the state of training. Manifest, configuration and reports name their run: they differ."""
-    parts = ("policy", "reference", "value", "source", "plane", "clock", "algorithm")
-    files = (path for part in parts for path in sorted((checkpoint / part).rglob("*")) if path.is_file())
-    return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in files}
+    """Every file that holds the state of training: of all parts but the report. Manifest, configuration and reports
+    name their run: they differ."""
+    files = (path for path in sorted(checkpoint.glob("*/**/*")) if path.is_file())
+    names = {path.relative_to(checkpoint).as_posix(): path for path in files}
+    return {name: path.read_bytes() for name, path in names.items() if not name.startswith("report/")}

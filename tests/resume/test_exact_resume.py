@@ -9,38 +9,53 @@ from pathlib import Path
 import pytest
 
 from surefoot import loop
-from surefoot.config_file import algorithm_names
 from surefoot.errors import CheckpointError, ConfigError, CorruptCheckpoint, NothingTrained, ResumeRefused
+from tests.faults.project import ONE_CASE
 from tests.helpers import runs
 
 STEPS = 8  # of 5 in an epoch: the resumed part crosses into the second epoch
 
 
-@pytest.fixture(scope="module", params=algorithm_names())
-def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A straight run of each algorithm; its configuration file."""
-    file = runs.write_project(tmp_path_factory.mktemp("straight"), algorithm=request.param)
-    runs.trained(file, f"max_num_steps={STEPS}", "checkpointing.save_period=1")
-    return file
+@pytest.fixture(scope="module", params=runs.CASES)
+def every_straight(request: pytest.FixtureRequest, memory_path_of_session: Path) -> Path:
+    """A straight run of each case in turn; its configuration file."""
+    return made(memory_path_of_session, request.param)
+
+
+@pytest.fixture(scope="module")
+def straight(memory_path_of_session: Path) -> Path:
+    """One of them, for what does not depend on the case."""
+    return made(memory_path_of_session, ONE_CASE)
+
+
+def made(folder: Path, case: str) -> Path:
+    """Made once; found again when asked for a second time."""
+    home = folder / case
+    if not home.exists():
+        runs.trained(runs.write_project(home, case=case), f"max_num_steps={STEPS}", "checkpointing.save_period=1")
+    return home / "config.yaml"
 
 
 def final_state(run_dir: Path, step: int = STEPS) -> dict[str, bytes]:
     return runs.state_bytes(run_dir / "checkpoints" / f"step_{step}")
 
 
-@pytest.mark.parametrize("stop_at", [1, 3, 5, 7])
-def test_stopped_at_any_step_and_resumed(straight: Path, tmp_path: Path, stop_at: int) -> None:
-    run_dir = tmp_path / "run"
+STOPS = [*((case, step) for case in runs.CASES for step in (3, 5)), (ONE_CASE, 1), (ONE_CASE, 7)]
+
+
+@pytest.mark.parametrize(("every_straight", "stop_at"), STOPS, indirect=["every_straight"])
+def test_stopped_at_any_step_and_resumed(every_straight: Path, memory_path: Path, stop_at: int) -> None:
+    run_dir = memory_path / "run"
     common = (f"run_dir={run_dir}", "checkpointing.save_period=1", "policy.scheduler.decay_steps=8")
-    runs.trained(straight, f"max_num_steps={stop_at}", *common)
+    runs.trained(every_straight, f"max_num_steps={stop_at}", *common)
     loop.train(runs.resumed(run_dir, f"max_num_steps={STEPS}"))
-    whole = straight.parent / "run"
+    whole = every_straight.parent / "run"
     assert final_state(run_dir) == final_state(whole)
     assert runs.metric_lines(run_dir) == runs.metric_lines(whole)
 
 
-def test_resumed_many_times_from_named_checkpoints(straight: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_resumed_many_times_from_named_checkpoints(straight: Path, memory_path: Path) -> None:
+    run_dir = memory_path / "run"
     runs.trained(straight, f"run_dir={run_dir}", f"max_num_steps={STEPS}", "checkpointing.save_period=1")
     for step in (6, 2, 4):
         loop.train(runs.resumed(run_dir, checkpoint=run_dir / "checkpoints" / f"step_{step}"))
@@ -50,8 +65,8 @@ def test_resumed_many_times_from_named_checkpoints(straight: Path, tmp_path: Pat
     assert len(aside) == 3, "each resume sets the left-behind lines aside and keeps them"
 
 
-def test_a_run_without_a_checkpoint_starts_again_from_step_0(straight: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_run_without_a_checkpoint_starts_again_from_step_0(straight: Path, memory_path: Path) -> None:
+    run_dir = memory_path / "run"
     runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=3", "checkpointing.enabled=false")
     run = runs.resumed(run_dir, f"max_num_steps={STEPS}", "checkpointing.enabled=true", "checkpointing.save_period=1")
     assert run.clock.step == 0
@@ -69,8 +84,8 @@ def test_a_limit_below_the_step_ends_the_run(straight: Path) -> None:
         loop.train(runs.resumed(straight.parent / "run", "max_num_steps=3"))
 
 
-def test_a_broken_newest_is_skipped_loudly(straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir = tmp_path / "run"
+def test_a_broken_newest_is_skipped_loudly(straight: Path, memory_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = memory_path / "run"
     runs.trained(straight, f"run_dir={run_dir}", f"max_num_steps={STEPS}", "checkpointing.save_period=1")
     broken = run_dir / "checkpoints" / f"step_{STEPS}" / "policy" / "weights" / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:-100])
@@ -81,16 +96,16 @@ def test_a_broken_newest_is_skipped_loudly(straight: Path, tmp_path: Path, caplo
     assert final_state(run_dir) == final_state(straight.parent / "run")
 
 
-def test_a_broken_checkpoint_named_explicitly_is_an_error(straight: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_broken_checkpoint_named_explicitly_is_an_error(straight: Path, memory_path: Path) -> None:
+    run_dir = memory_path / "run"
     runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2")
     (run_dir / "checkpoints" / "step_2" / "clock" / "clock.json").unlink()
     with pytest.raises(CorruptCheckpoint, match=r"clock\.json"):
         runs.resumed(run_dir, checkpoint=run_dir / "checkpoints" / "step_2")
 
 
-def test_a_branch_left_behind_is_never_picked_up(straight: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_branch_left_behind_is_never_picked_up(straight: Path, memory_path: Path) -> None:
+    run_dir = memory_path / "run"
     runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=6")
     run = runs.resumed(run_dir, "max_num_steps=7", checkpoint=run_dir / "checkpoints" / "step_2")
     run.checkpoints.shutdown()  # the second attempt dies before its first save
@@ -116,11 +131,13 @@ def test_what_may_not_change_is_refused_with_both_values(
     assert all(word in str(caught.value) for word in named)
 
 
-def test_other_data_is_refused_unless_allowed(straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir = tmp_path / "run"
+def test_other_data_is_refused_unless_allowed(
+    straight: Path, memory_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = memory_path / "run"
     runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2")
     lines = (straight.parent / "train.jsonl").read_text().splitlines()
-    other = tmp_path / "other.jsonl"
+    other = memory_path / "other.jsonl"
     for count in (3, 20):
         other.write_text("\n".join([*lines[-count:][::-1]]))
         with pytest.raises(ResumeRefused, match="dataset: the checkpoint was written with"):
@@ -130,37 +147,37 @@ def test_other_data_is_refused_unless_allowed(straight: Path, tmp_path: Path, ca
     assert loop.train(run).steps == 2
 
 
-def test_the_same_data_elsewhere_goes_on(straight: Path, tmp_path: Path) -> None:
-    run_dir, moved = tmp_path / "run", tmp_path / "moved.jsonl"
+def test_the_same_data_elsewhere_goes_on(straight: Path, memory_path: Path) -> None:
+    run_dir, moved = memory_path / "run", memory_path / "moved.jsonl"
     runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2")
     moved.write_bytes((straight.parent / "train.jsonl").read_bytes())
     assert loop.train(runs.resumed(run_dir, f"data.train.path={moved}", "max_num_steps=3")).steps == 1
 
 
-def test_without_optimizer_state_there_is_no_resume(straight: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2", "checkpointing.save_optimizer=false")
+def test_without_optimizer_state_there_is_no_resume(every_straight: Path, memory_path: Path) -> None:
+    run_dir = memory_path / "run"
+    runs.trained(every_straight, f"run_dir={run_dir}", "max_num_steps=2", "checkpointing.save_optimizer=false")
     with pytest.raises(ResumeRefused, match="save_optimizer"):
         runs.resumed(run_dir, "max_num_steps=3")
 
 
-def test_not_a_run(tmp_path: Path) -> None:
+def test_not_a_run(memory_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
-        runs.resumed(tmp_path / "nothing")
+        runs.resumed(memory_path / "nothing")
     with pytest.raises(ConfigError, match=r"it has no config\.yaml"):
-        runs.resumed(tmp_path)
+        runs.resumed(memory_path)
 
 
-def test_a_run_in_use_is_not_resumed(straight: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_run_in_use_is_not_resumed(straight: Path, memory_path: Path) -> None:
+    run_dir = memory_path / "run"
     run = runs.started(straight, f"run_dir={run_dir}")
     with pytest.raises(CheckpointError, match="in use by another run"):
         runs.resumed(run_dir)
     loop.train(run)
 
 
-def test_the_learning_rate_goes_on_where_it_was(straight: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_the_learning_rate_goes_on_where_it_was(straight: Path, memory_path: Path) -> None:
+    run_dir = memory_path / "run"
     runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=4", "policy.scheduler.decay_steps=8")
     loop.train(runs.resumed(run_dir, "max_num_steps=8"))
     rates = [json.loads(line).get("lr") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -169,16 +186,16 @@ def test_the_learning_rate_goes_on_where_it_was(straight: Path, tmp_path: Path) 
 
 
 def test_a_longer_run_whose_decay_follows_its_length_says_so(
-    straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    straight: Path, memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runs.trained(straight, f"run_dir={tmp_path / 'run'}", "max_num_steps=4")
-    loop.train(runs.resumed(tmp_path / "run", "max_num_steps=6"))
+    runs.trained(straight, f"run_dir={memory_path / 'run'}", "max_num_steps=4")
+    loop.train(runs.resumed(memory_path / "run", "max_num_steps=6"))
     assert "decay now ends at optimizer step 6, it ended at 4" in caplog.text
     assert "resume with policy.scheduler.decay_steps=4 --allow policy.scheduler.decay_steps" in caplog.text
     caplog.clear()
     loop.train(
         runs.resumed(
-            tmp_path / "run",
+            memory_path / "run",
             "max_num_steps=8",
             "policy.scheduler.decay_steps=6",
             allow=frozenset({"policy.scheduler.decay_steps"}),
@@ -187,8 +204,10 @@ def test_a_longer_run_whose_decay_follows_its_length_says_so(
     assert "decay now ends" not in caplog.text
 
 
-def test_checkpoints_that_are_gone_are_missed(straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir = tmp_path / "run"
+def test_checkpoints_that_are_gone_are_missed(
+    straight: Path, memory_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = memory_path / "run"
     runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=4")
     shutil.rmtree(run_dir / "checkpoints" / "step_4")
     run = runs.resumed(run_dir)
@@ -202,20 +221,20 @@ def test_checkpoints_that_are_gone_are_missed(straight: Path, tmp_path: Path, ca
 
 @pytest.mark.parametrize("how", ["deleted", "named another"])
 def test_a_run_never_begins_again_because_its_checkpoints_are_elsewhere(
-    straight: Path, tmp_path: Path, how: str
+    straight: Path, memory_path: Path, how: str
 ) -> None:
-    run_dir = tmp_path / "run"
+    run_dir = memory_path / "run"
     runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2")
     if how == "deleted":
         shutil.rmtree(run_dir / "checkpoints")
-    other = [] if how == "deleted" else [f"checkpointing.checkpoint_dir={tmp_path / 'other'}"]
+    other = [] if how == "deleted" else [f"checkpointing.checkpoint_dir={memory_path / 'other'}"]
     with pytest.raises(CheckpointError, match="has no checkpoint of the run in"):
         runs.resumed(run_dir, *other)
     assert len(runs.metric_lines(run_dir)) == 3, "the metrics are as they were"
-    assert not (tmp_path / "other").exists()
+    assert not (memory_path / "other").exists()
 
 
-def test_other_rounding_is_said(straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    runs.trained(straight, f"run_dir={tmp_path / 'run'}", "max_num_steps=2")
-    loop.train(runs.resumed(tmp_path / "run", "max_num_steps=3", "policy.num_threads=null"))
+def test_other_rounding_is_said(straight: Path, memory_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runs.trained(straight, f"run_dir={memory_path / 'run'}", "max_num_steps=2")
+    loop.train(runs.resumed(memory_path / "run", "max_num_steps=3", "policy.num_threads=null"))
     assert "with another policy.num_threads sums are rounded otherwise" in caplog.text

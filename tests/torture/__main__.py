@@ -1,8 +1,10 @@
-"""`make torture`: the long form of these tests, with a line of progress and a table in the end.
+"""`make torture`: the long form of these tests, with a line for each case and torture and a table in the end.
 
-    python -m tests.torture [--kills N] [--powercuts N] [--flips N] [--operations N] [--only NAME] [--seed N]
+    python -m tests.torture [--kills N] [--powercuts N] [--flips N] [--operations N]
+                            [--only NAME] [--cases CASE,CASE] [--seed N]
 
-Every random choice follows from the seed, which each failure names. Exit status 1 when anything went wrong.
+N is for each case of `tests/helpers/runs.py`. Every random choice follows from the seed, which each failure names. Exit
+status 1 when anything went wrong.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from surefoot.config_file import algorithm_names
-from tests.helpers import mounts
+from tests.helpers import mounts, runs
 from tests.helpers.fork_server import ForkServer
 from tests.torture import flipped_runs, moments, operations
 from tests.torture.real_runs import Progress, Reference, Tally
@@ -43,9 +44,9 @@ def main() -> int:
         ForkServer() as server,
     ):
         results = [
-            _run(console, f"{algorithm}: {name}", torture)
-            for algorithm in algorithm_names()
-            for name, torture in _tortures(server, Path(folder), algorithm, arguments)
+            _run(console, f"{case}: {name}", torture)
+            for case in arguments.cases
+            for name, torture in _tortures(server, Path(folder), case, arguments)
         ]
     console.print(_table(results))
     for _, tally, _ in results:
@@ -58,20 +59,28 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.torture", description="Torture real runs; find what is lost."
     )
-    parser.add_argument("--kills", type=int, default=1000, help="SIGKILLs at random moments")
-    parser.add_argument("--powercuts", type=int, default=300, help="power cuts at random moments (needs root)")
-    parser.add_argument("--flips", type=int, default=1000, help="single damages to a checkpoint's files")
+    parser.add_argument("--kills", type=int, default=200, help="SIGKILLs at random moments")
+    parser.add_argument("--powercuts", type=int, default=100, help="power cuts at random moments (needs root)")
+    parser.add_argument("--flips", type=int, default=300, help="single damages to a checkpoint's files")
     parser.add_argument("--operations", type=int, help="storage operations to kill or fail at; default: every one")
     parser.add_argument("--only", choices=NAMES, help="only this one")
+    parser.add_argument("--cases", type=_cases, default=list(runs.CASES), help=f"of {', '.join(runs.CASES)}")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
+def _cases(text: str) -> list[str]:
+    cases = text.split(",")
+    if unknown := [case for case in cases if case not in runs.CASES]:
+        raise argparse.ArgumentTypeError(f"there is no case {', '.join(unknown)}; there are {', '.join(runs.CASES)}")
+    return cases
+
+
 def _tortures(
-    server: ForkServer, folder: Path, algorithm: str, arguments: argparse.Namespace
+    server: ForkServer, folder: Path, case: str, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, Torture]]:
-    reference = Reference.made(server, folder / algorithm, algorithm)
-    work, seed = folder / algorithm / "work", arguments.seed
+    reference = Reference.made(server, folder / case, case)
+    work, seed = folder / case / "work", arguments.seed
     every: dict[str, Torture] = {
         name: functools.partial(operations.torture, server, reference, work, how, arguments.operations, seed)
         for name, how in HOWS.items()
@@ -93,7 +102,8 @@ def _run(console: Console, title: str, torture: Torture) -> tuple[str, Tally, fl
 
         tally = torture(progress)
     seconds = time.monotonic() - started_s
-    console.print(f"{title}: {tally.done} done, {len(tally.failures)} failed, {seconds:.0f} s", highlight=False)
+    line = f"{title}: {tally.done} done, {len(tally.failures)} failed, {seconds:.0f} s"
+    console.print(f"{line} ({tally.notes})" if tally.notes else line, highlight=False, soft_wrap=True)
     return title, tally, seconds
 
 

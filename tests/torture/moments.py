@@ -6,13 +6,22 @@ import itertools
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 from surefoot.checkpoint import storage
 from tests.helpers import mounts
 from tests.helpers.fork_server import ForkServer
-from tests.torture.real_runs import STEPS, Progress, Reference, Tally, assert_nothing_lost, fresh, start_or_resume
+from tests.torture.real_runs import (
+    STEPS,
+    Progress,
+    Reference,
+    Tally,
+    assert_nothing_lost,
+    attempt,
+    fresh,
+    start_or_resume,
+    turning,
+)
 
 OPERATIONS = 500  # of a whole run, at least
 MOST_PER_RUN = 6  # then a run may end; else a slow machine would never get there
@@ -28,26 +37,29 @@ def kill(
 ) -> Tally:
     """`count` SIGKILLs at random moments; a kill may hit a start or a resume too."""
     tally, rng = Tally("kills"), random.Random(seed)
-    started = 0
-    while tally.done < count:
+    started = in_starts = in_saves = 0
+    run_dir, events = folder / "run", folder / "events"
+    words = (server, reference.file, run_dir, events, folder / "log")
+    while tally.done + len(tally.failures) < count:
         started += 1
         fresh(folder)
-        words = (reference.file, folder / "run", folder / "events")
         with tally.judging(f"seed {seed}, run {started}"):
             for _ in range(min(MOST_PER_RUN, count - tally.done)):
-                child = server.start(start_or_resume, *words, log=folder / "log")
-                time.sleep(rng.uniform(0, reference.seconds))
+                child = attempt(*words)
+                reference.wait_at_random(rng, child, events)
                 child.signal(signal.SIGKILL)
                 if (status := child.wait()) == 0:
                     break
                 assert status == -signal.SIGKILL, child.log[-4000:]
                 tally.done += 1
+                in_starts += not turning(events).exists()
+                in_saves += any((run_dir / "checkpoints").glob("tmp_step_*"))
                 progress(tally.done)
-                assert_nothing_lost(folder / "run", folder / "events")
-            child = server.start(start_or_resume, *words, log=folder / "log")
+                assert_nothing_lost(run_dir, events)
+            child = attempt(*words)
             assert child.wait() == 0, child.log[-4000:]
-            reference.assert_equals_straight(folder / "run")
-    tally.notes = f"{started} runs"
+            reference.assert_equals_straight(run_dir)
+    tally.notes = f"{started} runs, {in_starts} kills in a start or resume, {in_saves} in the middle of a save"
     return tally
 
 
@@ -66,7 +78,7 @@ def cut_power(
     image, events, log = folder / "image", folder / "events", folder / "log"
     started = in_saves = 0
     with mounts.ext4(image, folder / "disk", size=128 * mounts.MIB) as disk:
-        while tally.done < count:
+        while tally.done + len(tally.failures) < count:
             started += 1
             run_dir = fresh(disk / "parent") / "run"
             events.unlink(missing_ok=True)
@@ -75,8 +87,8 @@ def cut_power(
                 for _ in range(min(MOST_PER_RUN, count - tally.done)):
                     kind = rng.choice(("time", "operation", "commit"))
                     if kind == "time":
-                        child = server.start(start_or_resume, *words, log=log)
-                        time.sleep(rng.uniform(0, reference.seconds))
+                        child = attempt(server, *words, log)
+                        reference.wait_at_random(rng, child, events)
                         mounts.cut_power(disk)
                         child.signal(signal.SIGKILL)
                     else:
@@ -89,7 +101,7 @@ def cut_power(
                     in_saves += any((run_dir / "checkpoints").glob("tmp_step_*"))
                     progress(tally.done)
                     assert_nothing_lost(run_dir, events)
-                child = server.start(start_or_resume, *words, log=log)
+                child = attempt(server, *words, log)
                 assert child.wait() == 0, child.log[-4000:]
                 reference.assert_equals_straight(run_dir)
     tally.notes = f"{started} runs, {in_saves} cuts in the middle of a save"

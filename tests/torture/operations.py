@@ -45,7 +45,7 @@ def torture(
     tally = Tally(f"operations: {how}")
     fresh(folder)
     log = folder / "log"
-    words = (reference.algorithm, reference.file, reference.straight, folder, how, count, seed)
+    words = (reference.case, reference.file, reference.straight, folder, how, count, seed)
     child = server.start(_torture, *words, log=log)
     with tally.judging(f"seed {seed}"):
         status = None
@@ -63,8 +63,8 @@ def _lines(file: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def _torture(algorithm: str, file: str, straight: str, folder: str, how: str, count: int | None, seed: int) -> int:
-    reference = Reference(algorithm, Path(file), Path(straight), 0.0)
+def _torture(case: str, file: str, straight: str, folder: str, how: str, count: int | None, seed: int) -> int:
+    reference = Reference(case, Path(file), Path(straight), 0.0, 0.0)
     workdir = Path(folder) / "work"
     template = Path(folder) / "template"
     assert forked(lambda: _make_template(reference, template)) == 0

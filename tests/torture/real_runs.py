@@ -18,7 +18,7 @@ from surefoot.checkpoint import commit, verify_checkpoint
 from surefoot.checkpoint.commit import step_of
 from surefoot.run import Run
 from tests.helpers import runs
-from tests.helpers.fork_server import ForkServer
+from tests.helpers.fork_server import Child, ForkServer, wait_for
 
 STEPS = 8
 SETTINGS = (f"max_num_steps={STEPS}", "checkpointing.save_period=1", "checkpointing.keep_top_k=2")
@@ -49,24 +49,36 @@ class Reference:
     """Attributes:
     file: the configuration.
     straight: `run_dir` of the run that nothing disturbed.
-    seconds: that it took.
+    seconds, turning_s: that it took, from its start and from its loop's start.
     """
 
-    algorithm: str
+    case: str
     file: Path
     straight: Path
     seconds: float
+    turning_s: float
 
     @classmethod
-    def made(cls, server: ForkServer, folder: Path, algorithm: str) -> Reference:
+    def made(cls, server: ForkServer, folder: Path, case: str) -> Reference:
         folder.mkdir(parents=True)
-        file = runs.write_project(folder, algorithm=algorithm)
+        file = runs.write_project(folder, case=case)
         for name in ("first", "run"):  # the first one pages in what all later ones share
             started_s = time.monotonic()
-            words = (file, folder / name, folder / f"{name}.events")
-            child = server.start(start_or_resume, *words, log=folder / "log")
+            events = folder / f"{name}.events"
+            child = attempt(server, file, folder / name, events, folder / "log")
+            wait_for(turning(events), child)
+            turning_s = time.monotonic()
             assert child.wait() == 0, child.log
-        return cls(algorithm, file, folder / "run", time.monotonic() - started_s)
+        ended_s = time.monotonic()
+        return cls(case, file, folder / "run", ended_s - started_s, ended_s - turning_s)
+
+    def wait_at_random(self, rng: random.Random, child: Child, events: Path) -> None:
+        """Until some moment of the child's attempt: mostly in its loop, else anywhere from its start on."""
+        if rng.random() < 0.25:
+            time.sleep(rng.uniform(0, self.seconds))
+        else:
+            wait_for(turning(events), child)
+            time.sleep(rng.uniform(0, self.turning_s))
 
     def assert_equals_straight(self, run_dir: Path, may_stay: tuple[str, ...] = ()) -> None:
         """Weights, optimizer, position and metrics, bit for bit; and nothing but `may_stay` is left lying about."""
@@ -108,6 +120,16 @@ def reported_steps(events: Path) -> list[int]:
     return [int(line) for line in lines if line.endswith("\n")]
 
 
+def turning(events: Path) -> Path:
+    """The file that says that the last attempt has come to its loop."""
+    return events.with_suffix(".turning")
+
+
+def attempt(server: ForkServer, file: Path, run_dir: Path, events: Path, log: Path) -> Child:
+    turning(events).unlink(missing_ok=True)
+    return server.start(start_or_resume, file, run_dir, events, log=log)
+
+
 # ---------------------------------------------------------------------------------------------------------- in children
 
 
@@ -121,6 +143,7 @@ def start_or_resume(file: str, run_dir: str, events: str, after_commit: Callable
         run = runs.started(Path(file), f"run_dir={run_dir}", *SETTINGS)
     assert run.clock.step >= max(reported, default=0), f"goes on from {run.clock.step}, {reported} were committed"
     record(Path(events), after_commit)
+    turning(Path(events)).touch()
     finish(run)
     return 0
 

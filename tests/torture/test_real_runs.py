@@ -1,4 +1,4 @@
-"""A few dozen of each torture, for each algorithm. `python -m tests.torture` does thousands."""
+"""A few of each torture, kills in every case. `python -m tests.torture` does hundreds of each in every case."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.config_file import algorithm_names
+from tests.faults.project import ONE_CASE
+from tests.helpers import runs
 from tests.helpers.fork_server import ForkServer
 from tests.torture import flipped_runs, moments, operations
 from tests.torture.real_runs import Reference, Tally
+
+in_every_case = pytest.mark.parametrize("reference", runs.CASES, indirect=True)
+in_one_case = pytest.mark.parametrize("reference", [ONE_CASE], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +24,7 @@ def server() -> Iterator[ForkServer]:
         yield started
 
 
-@pytest.fixture(scope="module", params=algorithm_names())
+@pytest.fixture(scope="module")
 def reference(request: pytest.FixtureRequest, server: ForkServer, memory_path_of_session: Path) -> Reference:
     # Made anew when a worker takes over tests from another one, so its folder has a name of its own.
     folder = Path(tempfile.mkdtemp(prefix="torture_", dir=memory_path_of_session))
@@ -32,21 +36,25 @@ def accept(tally: Tally, at_least: int) -> None:
     assert tally.done >= at_least
 
 
+@in_every_case
+def test_kills_at_random_moments(server: ForkServer, reference: Reference, memory_path: Path) -> None:
+    accept(moments.kill(server, reference, memory_path / "t", count=6), 6)
+
+
+@in_one_case
 @pytest.mark.parametrize("how", ["kill", "kill without exchange", "fail"])
 def test_at_single_operations(server: ForkServer, reference: Reference, memory_path: Path, how: str) -> None:
     accept(operations.torture(server, reference, memory_path / "t", how, count=8), 8)
 
 
-def test_kills_at_random_moments(server: ForkServer, reference: Reference, memory_path: Path) -> None:
-    accept(moments.kill(server, reference, memory_path / "t", count=24), 24)
-
-
+@in_one_case
 @pytest.mark.needs_root
 @pytest.mark.usefixtures("can_mount")
 def test_power_cuts_at_random_moments(server: ForkServer, reference: Reference, memory_path: Path) -> None:
     accept(moments.cut_power(server, reference, memory_path / "t", count=12), 12)
 
 
+@in_one_case
 def test_damage_to_every_file(reference: Reference, memory_path: Path) -> None:
     files = sum(path.is_file() for path in reference.straight.glob("checkpoints/step_8/**/*"))
     accept(flipped_runs.flip(reference, memory_path / "t", count=2 * files), 2 * files)

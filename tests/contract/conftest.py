@@ -1,0 +1,3 @@
+from tests.helpers.memory_path import memory_path
+
+__all__ = ["memory_path"]
