@@ -8,7 +8,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 
 from surefoot import loop
 from surefoot.algorithms.grpo import PRESETS
@@ -26,11 +25,7 @@ UNSAVED = ("checkpointing.enabled=false", "val_period=0")
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Steps of two prompts with two completions each, in one optimizer step."""
-    file = runs.write_project(tmp_path, algorithm="grpo")
-    values = read_yaml(file)
-    values["grpo"]["num_prompts_per_step"] = 2
-    file.write_text(yaml.safe_dump(values))
-    return file
+    return runs.write_project(tmp_path, algorithm="grpo")
 
 
 def lines(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ EXTRA: dict[str, dict[str, Any]] = {
     "dpo": {"dpo": {"preset": "mpo", "beta": 0.5, "val_batch_size": 4}},
     "rm": {"rm": {"centring": 0.01, "val_batch_size": 4}},
     "grpo": {
-        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
-        "generation": {"max_new_tokens": 4, "num_slots": 8},
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
+        "generation": {"max_new_tokens": 4, "num_slots": 4},
         "rewards": [{"name": "length", "target": 20, "unit": "characters"}, {"name": "exact_match"}],
     },
 }
