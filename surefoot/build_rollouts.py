@@ -14,13 +14,14 @@ from torch import Tensor
 
 from surefoot.checkpoint import Arena
 from surefoot.config import RunConfig, TokenizerConfig
+from surefoot.config_file import algorithm_config
 from surefoot.data.encode import Encoder
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import lora, models
 from surefoot.engine.folder import GENERATION_FILE, fingerprint, weights_by_name
 from surefoot.engine.local import LocalEngine
 from surefoot.generation.torch_sampler import TorchSampler
-from surefoot.rollout.config import RolloutRunConfig
+from surefoot.rollout.config import RolloutAlgorithmConfig, RolloutRunConfig
 from surefoot.rollout.conversations import Conversations
 from surefoot.rollout.reward_model import RewardModel
 from surefoot.rollout.rewards import load_rewards
@@ -84,14 +85,15 @@ def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.Load
     """What samples from the policy, connected to the rollouts: a model of its own, which weights are published to."""
     if rollouts is None or not isinstance(config, RolloutRunConfig):
         return []
-    section = config.generation
+    section, algorithm = config.generation, algorithm_config(config)
+    rows = algorithm.rows_per_step if isinstance(algorithm, RolloutAlgorithmConfig) else section.num_slots
     model = _copy(policy).to(device=models.resolve_device(config.policy.device), dtype=_dtype(config))
     sampler = TorchSampler(
         model,
         weights_by_name(model),
         tokenizer=policy.tokenizer,
         max_total_sequence_length=config.policy.max_total_sequence_length,
-        slots=section.num_slots,
+        slots=min(section.num_slots, rows),  # each step computes all of them
         exact=section.exact,
     )
     if not sampler.exact:

@@ -73,7 +73,7 @@ def _turn(run: Run, poll: Poll) -> str:
             metrics = merge_metrics([metrics, _named(objective.engine, trained)])
         algorithm.observe(metrics, kit)
         clock.advance(batch, run.source.epoch)
-        with phase("publish"):
+        with phase("sync"):
             run.source.retire(batch, live=_publish(run))
         run.report.step(clock, metrics)
         _validate_if_due(run, poll)

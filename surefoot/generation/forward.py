@@ -15,6 +15,9 @@ from transformers import AttentionInterface
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, float], Tensor]  # layer, q, kv, scale; as `cache.Decode`
 
 
+_OUTPUTS = 768
+
+
 class Forward(Protocol):
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, last: Tensor) -> Tensor:
         """Logits of one token of each row, [rows, vocabulary].
@@ -56,7 +59,7 @@ class FusedForward:
             x = layer(number, x, turn, attend)
         if tokens > 1:
             x = x.view(rows, tokens, -1)[torch.arange(rows, device=x.device), last]
-        return F.linear(_rms(x, self._norm), self._head.weight, self._head.bias)
+        return _linear(_rms(x, self._norm), self._head.weight, self._head.bias)
 
 
 class _Layer:
@@ -78,7 +81,7 @@ class _Layer:
 
     def __call__(self, number: int, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         heads, both = self._heads, self._heads + self._key_heads
-        qkv = F.linear(_rms(x, self._norms[0]), *self._qkv).view(len(x), -1, self._head_dim)
+        qkv = _linear(_rms(x, self._norms[0]), *self._qkv).view(len(x), -1, self._head_dim)
         for norm, part in zip(self._head_norms, (qkv[:, :heads], qkv[:, heads:both]), strict=True):
             if norm is not None:
                 part.copy_(_rms(part, norm))
@@ -86,7 +89,7 @@ class _Layer:
         halves_swapped = turned.roll(self._head_dim // 2, -1)
         turned.mul_(turn[0]).addcmul_(halves_swapped, turn[1])
         x = _add(x, attend(number, qkv[:, :heads], qkv[:, heads:], self._scale), self._out)
-        gate_up = F.linear(_rms(x, self._norms[1]), *self._gate_up)
+        gate_up = _linear(_rms(x, self._norms[1]), *self._gate_up)
         return _add(x, self._act(gate_up[:, : self._width]).mul_(gate_up[:, self._width :]), self._down)
 
 
@@ -105,6 +108,17 @@ def _joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """On a CPU, many outputs in pieces: for few rows, that is up to 1.4 times as fast as all of them at once."""
+    if len(weight) <= 2 * _OUTPUTS or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    out = x.new_empty(len(x), len(weight))
+    for start in range(0, len(weight), _OUTPUTS):
+        piece = slice(start, start + _OUTPUTS)
+        torch.mm(x, weight[piece].t(), out=out[:, piece])
+    return out if bias is None else out.add_(bias)
+
+
 def _add(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
     x = torch.addmm(x, y, linear.weight.t())
     return x if linear.bias is None else x.add_(linear.bias)
@@ -114,9 +128,9 @@ def _rms(x: Tensor, norm: Any) -> Tensor:
     """As `LlamaRMSNorm`: the norm in float32, the weight in the model's own type."""
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale: Tensor = length.square_().mul_(1 / x.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
-    weight: Tensor = norm.weight
-    return (wide * scale).to(x.dtype).mul_(weight)
+    scale = length.square_().mul_(1 / x.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
+    normed: Tensor = (wide * scale).to(x.dtype)
+    return normed.mul_(norm.weight)
 
 
 # ------------------------------------------------------------------------------------------------------------- others

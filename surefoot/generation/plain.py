@@ -70,8 +70,9 @@ class _Run:
         )
         ids, logprobs = draw(logits, self._settings, uniforms)
         for row, (token, logprob) in enumerate(zip(ids.tolist(), logprobs.tolist(), strict=True)):
+            request = self._requests[row]
             if not self._over[row]:
-                self._over[row] = self._requests[row].add(token, logprob, self._version)
+                self._over[row] = request.add(token, logprob, self._version) or request.future.cancelled()
         return torch.zeros_like(logits).scatter_(1, ids[:, None], 1.0)
 
     def done(self, input_ids: Tensor, scores: Any) -> Tensor:

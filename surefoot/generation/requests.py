@@ -49,7 +49,7 @@ class Request:
         return len(self.prompt) + len(self.ids)
 
     def add(self, token: int, logprob: float, version: int) -> bool:
-        """Take a token. True when the sample is done, and handed over, or nobody waits for it any more.
+        """Take a token. True when the sample is done, and handed over.
 
         Raises:
             NonFiniteError: the log-prob is no number.
@@ -65,7 +65,7 @@ class Request:
             return self._finish("stop", version)
         if len(self.ids) == self.limit:
             return self._finish("length", version)
-        return self.future.cancelled()
+        return False
 
     def _finish(self, reason: Literal["stop", "length"], version: int) -> bool:
         with suppress(InvalidStateError):  # cancelled just now

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from surefoot.report.timeline import Timeline
 from surefoot.types import SaveEvent
 
-_SHOWN = ("loss", "perplexity", "reward", "accuracy", "kl", "grad_norm", "lr")
+_SHOWN = ("loss", "perplexity", "reward", "pass@1", "accuracy", "kl", "grad_norm", "lr")
 _BARS = "▁▂▃▄▅▆▇█"
 
 

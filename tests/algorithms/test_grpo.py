@@ -8,7 +8,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 
 from surefoot import loop
 from surefoot.algorithms.grpo import PRESETS
@@ -26,11 +25,7 @@ UNSAVED = ("checkpointing.enabled=false", "val_period=0")
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Steps of two prompts with two completions each, in one optimizer step."""
-    file = runs.write_project(tmp_path, algorithm="grpo")
-    values = read_yaml(file)
-    values["grpo"]["num_prompts_per_step"] = 2
-    file.write_text(yaml.safe_dump(values))
-    return file
+    return runs.write_project(tmp_path, case="grpo")
 
 
 def lines(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -364,6 +359,6 @@ def test_what_cannot_be_run_is_refused(file: Path, overrides: tuple[str, ...], m
 
 
 def test_sections_of_rollouts_are_for_algorithms_that_have_them(tmp_path: Path) -> None:
-    file = runs.write_project(tmp_path, algorithm="sft")
+    file = runs.write_project(tmp_path, case="sft")
     with pytest.raises(ConfigError, match="generation: unknown key"):
         runs.config_of(file, "generation.temperature=1")

@@ -12,7 +12,7 @@ from tests.helpers import runs
 
 @pytest.mark.parametrize("algorithm", algorithm_names())
 def test_measures(algorithm: str, tmp_path: Path) -> None:
-    file = runs.write_project(tmp_path, algorithm=algorithm)
+    file = runs.write_project(tmp_path, case=algorithm)
     runs.trained(file, "max_num_steps=1", "val_at_end=true", "checkpointing.enabled=false")
     line = runs.metric_lines(tmp_path / "run")[-1]
     assert line.pop("kind") == "val"

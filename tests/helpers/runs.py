@@ -40,6 +40,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rm": ("rm", {"rm": {"centring": 0.01, "val_batch_size": 4}}),
     "rm-lora": ("rm", {"rm": {"centring": 0.01, "val_batch_size": 4}, "policy": _LORA}),
     "grpo": ("grpo", _GRPO),
+    "grpo-4-steps": (
+        "grpo",
+        {
+            **_GRPO,
+            "grpo": {**_GRPO["grpo"], "num_epochs_per_step": 2},
+            "policy": {"train_global_batch_size": 2},
+        },
+    ),
 }
 
 NUM_ROWS = 20

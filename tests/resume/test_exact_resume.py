@@ -117,7 +117,7 @@ def test_a_branch_left_behind_is_never_picked_up(straight: Path, memory_path: Pa
     ("override", "named"),
     [
         ("policy.optimizer.lr=0.5", ("policy.optimizer.lr", "0.01", "0.5")),
-        ("policy.train_global_batch_size=8", ("policy.train_global_batch_size", "4", "8")),
+        ("policy.train_micro_batch_size=1", ("policy.train_micro_batch_size", "2", "1")),
         ("seed=8", ("seed", "7", "8")),
         ("policy.model_init.hidden_size=32", ("policy.model_init.hidden_size", "16", "32")),
         ("data.train_on=last_assistant", ("data.train_on", "all_assistant", "last_assistant")),
