@@ -143,9 +143,10 @@ def test_the_split_into_micro_batches_changes_nothing(case: str, memory_path: Pa
     """Without dropout, which each micro-batch draws for itself."""
     file = runs.write_project(memory_path, case=case)
     common = ["val_period=0", "checkpointing.enabled=false"]
-    common += ["policy.lora.dropout=0"] if runs.config_of(file).policy.lora else []
+    policy = runs.config_of(file).policy
+    common += ["policy.lora.dropout=0"] if policy.lora else []
     states = []
-    for size in (4, 2, 1):
+    for size in sorted({policy.train_global_batch_size, 2, 1}, reverse=True):
         sizes = (f"run_dir={memory_path / str(size)}", f"policy.train_micro_batch_size={size}")
         run = runs.started(file, *sizes, *common)
         loop.train(run)

@@ -46,10 +46,13 @@ STOPS = [*((case, step) for case in runs.CASES for step in (3, 5)), (ONE_CASE, 1
 @pytest.mark.parametrize(("every_straight", "stop_at"), STOPS, indirect=["every_straight"])
 def test_stopped_at_any_step_and_resumed(every_straight: Path, memory_path: Path, stop_at: int) -> None:
     run_dir = memory_path / "run"
-    common = (f"run_dir={run_dir}", "checkpointing.save_period=1", "policy.scheduler.decay_steps=8")
-    runs.trained(every_straight, f"max_num_steps={stop_at}", *common)
-    loop.train(runs.resumed(run_dir, f"max_num_steps={STEPS}"))
     whole = every_straight.parent / "run"
+    optimizer = json.loads(final_state(whole)["policy/optimizer/state.json"])
+    decay = f"policy.scheduler.decay_steps={optimizer['decay_end']}"  # that of the whole run, not of the first part
+    runs.trained(
+        every_straight, f"max_num_steps={stop_at}", f"run_dir={run_dir}", "checkpointing.save_period=1", decay
+    )
+    loop.train(runs.resumed(run_dir, f"max_num_steps={STEPS}"))
     assert final_state(run_dir) == final_state(whole)
     assert runs.metric_lines(run_dir) == runs.metric_lines(whole)
 
