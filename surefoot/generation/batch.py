@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class SlotBatch:
         self._prefill_tokens, self._exact = prefill_tokens, exact
         self._device = cache.data.device
         self._prompts: OrderedDict[tuple[int, ...], Prompt] = OrderedDict()
-        self._settings: Settings | None = None
+        self._settings: Settings | None = None  # of who is active; none where that has changed
         self.version = 0
         self.active: list[Request] = []  # in the order of their slots
 
@@ -86,7 +85,7 @@ class SlotBatch:
         """These prompts' keys and logits. Room in a prefill goes to prompts that will be wanted next."""
         found = {prompt: self._prompts[prompt] for prompt in wanted if prompt in self._prompts}
         missing = list(dict.fromkeys(prompt for prompt in wanted if prompt not in found))
-        soon = [request.prompt for request in islice(waiting, 2 * self._cache.slots)] if missing else []
+        soon = [request.prompt for request in list(waiting)[: 2 * self._cache.slots]] if missing else []
         queue = dict.fromkeys(prompt for prompt in missing + soon if prompt not in self._prompts)
         for prompt in missing:
             if prompt in found:
@@ -107,7 +106,7 @@ class SlotBatch:
             ids[row, : len(prompt)] = torch.tensor(prompt)
         last = torch.zeros(count, dtype=torch.long)
         last[: len(prompts)] = torch.tensor([len(prompt) - 1 for prompt in prompts])
-        positions = torch.arange(tokens).expand(count, -1)
+        positions = torch.arange(tokens).clamp(max=self._cache.limit - 1).expand(count, -1)
         attention = Prefill(count, tokens)
         logits = self._forward(ids.to(self._device), positions.to(self._device), attention, last.to(self._device))
         return [Prompt(attention.kv(row, len(prompt)), logits[row]) for row, prompt in enumerate(prompts)]
@@ -125,20 +124,11 @@ class SlotBatch:
         self.active.sort(key=lambda request: request.slot)
         if moves:
             self._cache.move(moves, max(self.active[target].keys for _, target in moves))
-        new = [request for request in self.active if request.start is not None]
-        for _, same in groupby(
-            sorted(new, key=lambda request: id(request.start)), key=lambda request: id(request.start)
-        ):
-            self._load(list(same))
+        for request in self.active:
+            if request.start is not None:
+                self._cache.load(request.slot, request.start)
+                request.start = None
         self._settings = settings_of([request.sampling for request in self.active], self._device)
-
-    def _load(self, requests: Sequence[Request]) -> None:
-        """Put one prompt's keys and values into the slots of requests that share it."""
-        start = requests[0].start
-        assert start is not None
-        self._cache.load([request.slot for request in requests], start)
-        for request in requests:
-            request.start = None
 
     def _step(self) -> None:
         assert self._settings is not None
@@ -152,7 +142,7 @@ class SlotBatch:
 
     def _keep(self, requests: list[Request]) -> None:
         if len(requests) != len(self.active):
-            self._settings = None  # and so slots, too
+            self._settings = None
         self.active = requests
 
     def _draw(self, requests: list[Request], logits: Tensor, settings: Settings) -> list[Request]:

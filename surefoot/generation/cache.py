@@ -57,13 +57,17 @@ class KVCache:
     """Keys and values of `slots` sequences, allocated once.
 
     Args:
-        length: the most tokens of a sequence; rounded up to 16, so that every row begins at a multiple of 64 bytes.
+        limit: the most tokens of a sequence; rounded up to 16, so that every row begins at a multiple of 64 bytes.
+
+    Attributes:
+        row_counts: the numbers of rows that may be computed, in order; the last is `slots`.
     """
 
     def __init__(
-        self, layers: int, slots: int, heads: int, length: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, slots: int, heads: int, limit: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.slots, self.heads, self.length, self.head_dim = slots, heads, length + -length % 16, head_dim
+        self.slots, self.heads, self.limit, self.head_dim = slots, heads, limit, head_dim
+        self.length = limit + -limit % 16
         shape = (layers, 2, slots, heads, self.length, head_dim)
         try:
             # Zeros: a masked key counts nothing, unless what lies there is no number.
@@ -84,10 +88,9 @@ class KVCache:
         """How many rows to compute for so many."""
         return min(rows for rows in self.row_counts if rows >= count)
 
-    def load(self, slots: Sequence[int], kv: Tensor) -> None:
-        """Put one prompt's keys and values, [layers, 2, heads, tokens, head_dim], into each of the slots."""
-        for slot in slots:
-            self.data[:, :, slot, :, : kv.shape[3]] = kv
+    def load(self, slot: int, kv: Tensor) -> None:
+        """Put a prompt's keys and values, [layers, 2, heads, tokens, head_dim], into a slot."""
+        self.data[:, :, slot, :, : kv.shape[3]] = kv
 
     def move(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """Copy the first `length` tokens from slot to slot, all at once."""

@@ -91,7 +91,7 @@ def _checked(forward: Forward, ids: Tensor, expected: Tensor, slots: int, length
     _, _, heads, _, head_dim = prefill.kept[0].shape
     kept = prefill.kept[0]
     cache = KVCache(len(prefill.kept), slots, heads, length, head_dim, kept.dtype, kept.device)
-    cache.load([0], prefill.kv(0, prompt))
+    cache.load(0, prefill.kv(0, prompt))
     cache.row_counts = [1]
     for place in range(prompt, len(ids)):
         row = torch.tensor([place], device=ids.device)
@@ -139,7 +139,7 @@ def _alike(forward: Forward, cache: KVCache, count: int) -> Tensor | None:
 def _prefill_tokens(forward: Forward, cache: KVCache) -> int:
     """How many tokens of short prompts to compute together: 64 if a prompt's place among others makes no difference."""
     ids = torch.ones(4, 16, dtype=torch.long, device=cache.data.device)
-    places = torch.arange(16, device=ids.device).clamp(max=cache.length - 1).expand(4, -1)
+    places = torch.arange(16, device=ids.device).clamp(max=cache.limit - 1).expand(4, -1)
     prefill = Prefill(4, 16)
     logits = forward(ids, places, prefill, torch.full((4,), 15, device=ids.device))
     alike = [bool((logits == logits[0]).all()), *(bool((kept == kept[:, :1]).all()) for kept in prefill.kept)]
