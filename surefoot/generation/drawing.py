@@ -128,13 +128,14 @@ def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
     ends, own = sums.cumsum(-1), torch.arange(rows, device=probs.device)
     inside = (uniforms * ends[:, -1] - (ends[own, block] - sums[own, block])) / sums[own, block]
     inside = inside.clamp(0.0, 1 - 2.0**-53)  # rounding may reach either end
-    return block * _BLOCK + _first_above(blocks[own, block], inside)
+    ids = block * _BLOCK + _first_above(blocks[own, block], inside)
+    return ids.clamp(max=vocabulary - 1)
 
 
 def _first_above(weights: Tensor, uniforms: Tensor) -> Tensor:
     ends = weights.cumsum(-1, dtype=torch.float64)
     found = torch.searchsorted(ends, (uniforms * ends[:, -1])[:, None], right=True).squeeze(-1)
-    return found.clamp(max=weights.shape[-1] - 1)  # where a sum is NaN, nothing is above it
+    return found.clamp(max=weights.shape[-1] - 1)  # where the sum is NaN, nothing is above it
 
 
 @lru_cache(maxsize=64)

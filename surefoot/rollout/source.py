@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ _FLAT_STEPS = 3  # so many steps in a row without anything to learn from are war
 
 @dataclass(frozen=True)
 class _Group:
-    """One prompt's rollouts and what the reward functions, and all together, say of each.
+    """One prompt's rollouts and what the reward functions, and all together, say of each. Nothing is asked of it before
+    all is in it.
 
     Attributes:
         end: the cursor's position behind it.
@@ -40,7 +42,7 @@ class _Group:
     rewards: list[float] = field(default_factory=list)
     values: list[dict[str, float]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def varies(self) -> bool:
         return deviation(torch.tensor(self.rewards)) > 0
 

@@ -75,8 +75,8 @@ def test_a_wide_vocabulary_is_drawn_from_as_a_narrow_one() -> None:
     """Summed in blocks, the last of them not full."""
     logits = torch.randn(3001, generator=torch.Generator().manual_seed(0)) * 2
     logits[700:1500] = -math.inf
-    found = frequencies(logits, Sampling(max_new_tokens=1), 200_000)
-    torch.testing.assert_close(found, logits.softmax(-1), atol=2e-5, rtol=0)
+    found = frequencies(logits, Sampling(max_new_tokens=1), 5000)
+    torch.testing.assert_close(found, logits.softmax(-1), atol=4e-4, rtol=0)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 3000])
