@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.config_file import algorithm_config, algorithm_names
+from surefoot.config_file import algorithm_config
 from tests.helpers import runs
 
 
-@pytest.mark.parametrize("algorithm", algorithm_names())
-def test_measures(algorithm: str, tmp_path: Path) -> None:
-    file = runs.write_project(tmp_path, algorithm=algorithm)
+@pytest.mark.parametrize("case", runs.CASES)
+def test_measures(case: str, tmp_path: Path) -> None:
+    file = runs.write_project(tmp_path, case=case)
     runs.trained(file, "max_num_steps=1", "val_at_end=true", "checkpointing.enabled=false")
     line = runs.metric_lines(tmp_path / "run")[-1]
     assert line.pop("kind") == "val"
