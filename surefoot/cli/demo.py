@@ -10,6 +10,9 @@ import typer
 
 def demo(
     directory: Path = typer.Option(Path("demo"), "--dir", help="Where to put everything; an earlier demo moves aside."),
+    every: bool = typer.Option(
+        False, "--all", help="Then go on with further methods, each measured before and after: a reward model, DPO."
+    ),
     seed: int = typer.Option(0, min=0, help="Of the data, the weights and the order of the rows."),
 ) -> None:
     """Train a tiny model twice, kill one of the runs while it saves, and show that both end the same, bit for bit."""
@@ -19,8 +22,8 @@ def demo(
     from surefoot.demo import story
 
     try:
-        held = story.tell(directory, seed, Console())
+        held = story.tell(directory, seed, Console(), further_stages=every)
     except KeyboardInterrupt:
-        typer.secho(f"interrupted: both runs are stopped, what they wrote stays in {directory}", fg="red", err=True)
+        typer.secho(f"interrupted: all runs are stopped, what they wrote stays in {directory}", fg="red", err=True)
         raise typer.Exit(130) from None
     raise typer.Exit(not held)

@@ -149,11 +149,13 @@ def prepare(
     encoder = Encoder(tokenizer, data, max_length)
     template = tokenizer.chat_template
     as_chat = data.prompt_format == "chat" or (data.prompt_format == "auto" and template is not None)
-    checker = RowChecker(config.columns, as_chat=as_chat)
+    checker: RowChecker
     if rows == "pairs":
         checker = PairChecker(config.columns, as_chat=as_chat, ranking=data.ranking)
     elif rows == "prompts":
         checker = PromptChecker(config.columns, as_chat=as_chat, opener=opener)
+    else:
+        checker = RowChecker(config.columns, as_chat=as_chat)
     raw, total = read(config) if config.format != "environment" else _made(config, opener)
     outcomes: list[Outcome] = []
     with closing(encode_chunks(_chunks(raw, checker), encoder, data.num_workers)) as results:

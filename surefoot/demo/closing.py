@@ -28,6 +28,17 @@ class Fact(NamedTuple):
     held: bool | None = None
 
 
+class Outcome(NamedTuple):
+    """What came of one measure of one stage. `before` is empty where there is no such number."""
+
+    stage: str
+    what: str
+    before: str
+    after: str
+    expected: str
+    held: bool
+
+
 def answers(rows: Sequence[task.Row], before: Sequence[str], after: Sequence[str]) -> list[Fact]:
     """Of the untrained and the trained model to the held-out rows; wrong ones of the trained model are shown first."""
     share, share_after = task.exact_match(before, rows), task.exact_match(after, rows)
@@ -69,4 +80,15 @@ def table(facts: Sequence[Fact]) -> Table:
     for label, text, held in facts:
         style = {None: "", True: "bold green", False: "bold red"}[held]
         rows.add_row(Text(label, "dim"), Text(f"FAILED: {text}" if held is False else text, style))
+    return rows
+
+
+def outcomes(results: Sequence[Outcome]) -> Table:
+    rows = Table(box=box.SIMPLE_HEAD, title="What each method did")
+    for name in ("run", "on held-out sums"):
+        rows.add_column(name, style="dim")
+    for name in ("before", "after", "expected"):
+        rows.add_column(name, justify="right")
+    for *texts, held in results:
+        rows.add_row(*texts, Text("held", "bold green") if held else Text("FAILED", "bold red"))
     return rows

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from surefoot.seeds import derive_seed
+
 Row: TypeAlias = "dict[str, list[dict[str, str]]]"  # {"messages": [{"role": …, "content": …}, …]}
+Mistake: TypeAlias = "Callable[[str, random.Random], str]"  # from the right answer to a wrong one
 
 NUM_HELDOUT = 500
 _LOW, _HIGH = 10, 99
@@ -63,19 +66,41 @@ def write_dataset(
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def preference(row: Row, rng: random.Random) -> Row:
-    """The sum's answer against a wrong one of as many digits where there is one, with the question as `prompt`."""
-    question, answer = row["messages"]
-    right = answer["content"]
+def slip(right: str, rng: random.Random) -> str:
+    """A wrong answer of as many digits, as one gets that slips in a column or two."""
     near = [int(right) + sign * step for step in (1, 2, 9, 10, 11) for sign in (-1, 1)]
-    wrong = rng.choice([str(number) for number in near if len(str(number)) == len(right)])
-    return {"prompt": [question], "chosen": [answer], "rejected": [{**answer, "content": wrong}]}
+    return rng.choice([str(number) for number in near if len(str(number)) == len(right)])
 
 
-def write_preferences(rows: Iterable[Row], file: Path, seed: int) -> None:
+def guess(right: str, rng: random.Random) -> str:
+    """Any other sum of as many digits."""
+    low, high = (2 * _LOW, 99) if len(right) == 2 else (100, 2 * _HIGH)
+    return str(rng.choice([number for number in range(low, high + 1) if number != int(right)]))
+
+
+def mistaken(row: Row, rng: random.Random, wrong: Mistake = slip) -> Row:
+    """The row with a wrong answer."""
+    question, answer = row["messages"]
+    return {"messages": [question, {**answer, "content": wrong(answer["content"], rng)}]}
+
+
+def write_demonstrations(rows: Iterable[Row], file: Path, seed: int, wrong_share: float) -> None:
+    """Write the rows, each with a slip by that chance; the same arguments write the same bytes."""
+    rng = random.Random(seed)
+    shown = [mistaken(row, rng) if rng.random() < wrong_share else row for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in shown), encoding="utf-8")
+
+
+def preference(row: Row, rng: random.Random, wrong: Mistake = slip) -> Row:
+    """The sum's answer against a wrong one, with the question as `prompt`."""
+    question, answer = row["messages"]
+    return {"prompt": [question], "chosen": [answer], "rejected": [mistaken(row, rng, wrong)["messages"][1]]}
+
+
+def write_preferences(rows: Iterable[Row], file: Path, seed: int, wrong: Mistake = slip) -> None:
     """Write the rows as preferences; the same arguments write the same bytes."""
     rng = random.Random(seed)
-    file.write_text("".join(json.dumps(preference(row, rng)) + "\n" for row in rows), encoding="utf-8")
+    file.write_text("".join(json.dumps(preference(row, rng, wrong)) + "\n" for row in rows), encoding="utf-8")
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -141,8 +166,22 @@ def exact_match(answers: Sequence[str], rows: Sequence[Row]) -> float:
 
 
 def greedy_answers(model: Any, tokenizer: Any, rows: Sequence[Row]) -> list[str]:
-    """The most likely answer to each row's question, up to the end of the turn; other special tokens stay, since in an
-    answer they are wrong. A turn that does not end within four tokens gets an ellipsis, and so is no answer."""
+    """The most likely answer to each row's question; see `_answers`."""
+    return _answers(model, tokenizer, rows, do_sample=False)
+
+
+def sampled_answers(model: Any, tokenizer: Any, rows: Sequence[Row], seed: int) -> list[str]:
+    """An answer to each row's question, drawn from the model's own distribution (temperature 1, whole vocabulary)."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(seed, "demo answers"))
+        return _answers(model, tokenizer, rows, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+
+
+def _answers(model: Any, tokenizer: Any, rows: Sequence[Row], **sampling: Any) -> list[str]:
+    """Each answer up to the end of the turn; other special tokens stay, since in an answer they are wrong. A turn that
+    does not end within four tokens gets an ellipsis, and so is no answer."""
     import torch
 
     model.eval()
@@ -153,6 +192,19 @@ def greedy_answers(model: Any, tokenizer: Any, rows: Sequence[Row]) -> list[str]
         return_tensors="pt",
     )
     with torch.inference_mode():
-        ids = model.generate(**prompts, max_new_tokens=_MAX_NEW_TOKENS, do_sample=False)
+        ids = model.generate(**prompts, max_new_tokens=_MAX_NEW_TOKENS, **sampling)
     turns = [tokenizer.decode(new).partition(END) for new in ids[:, prompts["input_ids"].shape[1] :]]
     return [text if end else text + "…" for text, end, _ in turns]
+
+
+def scores(model: Any, tokenizer: Any, pairs: Sequence[Row], side: str) -> list[float]:
+    """The score of each pair's "chosen" or "rejected" answer after its prompt, by a model with one label."""
+    import torch
+
+    model.eval()
+    chats = tokenizer.apply_chat_template(
+        [pair["prompt"] + pair[side] for pair in pairs], padding=True, return_dict=True, return_tensors="pt"
+    )
+    with torch.inference_mode():
+        scored: list[float] = model(**chats).logits[:, 0].tolist()
+    return scored

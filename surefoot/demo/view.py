@@ -1,10 +1,11 @@
-"""Two runs side by side while they train: redrawn in place on a terminal, plain lines elsewhere."""
+"""Runs side by side while they train: redrawn in place on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
+from itertools import cycle
 from statistics import fmean
 
 from rich.console import Console, Group
@@ -19,7 +20,8 @@ from surefoot.report.text import number, sparkline
 
 _BARS = 40
 _RECENT_STEPS = 50
-_COLOURS = {"straight": "green", "killed": "magenta"}
+_COLOURS = ("green", "magenta")
+_VALIDATION = {"loss": "validation", "accuracy": "pairs right", "rewards/accuracies": "pairs right"}
 
 
 class DemoView:
@@ -29,8 +31,9 @@ class DemoView:
         live: to be entered while the runs train; `None` where there is no terminal.
     """
 
-    def __init__(self, console: Console, runs: Sequence[WatchedRun], num_steps: int) -> None:
-        self._console, self._runs, self._num_steps = console, runs, num_steps
+    def __init__(self, console: Console, runs: Sequence[WatchedRun]) -> None:
+        self._console, self._runs = console, runs
+        self._colours = dict(zip((run.name for run in runs), cycle(_COLOURS), strict=False))
         self._began_s = time.monotonic()
         self._printed = {run.name: ("starting", 0) for run in runs}
         terminal = console.is_interactive and console.file.isatty()
@@ -39,7 +42,7 @@ class DemoView:
     def event(self, run: WatchedRun, text: str, style: str = "") -> None:
         """One line that stays, with the seconds since the start."""
         seconds = f"{time.monotonic() - self._began_s:6.1f} s  "
-        line = Text.assemble((seconds, "dim"), (f"{run.name:<10}", _COLOURS[run.name]), (text, style))
+        line = Text.assemble((seconds, "dim"), (f"{run.name:<10}", self._colours[run.name]), (text, style))
         self._console.print(line, soft_wrap=True)
 
     def draw(self) -> None:
@@ -55,11 +58,11 @@ class DemoView:
             self._printed[run.name] = status, num_validations
 
     def _panel(self, run: WatchedRun) -> Panel:
-        colour, losses, bucket = _COLOURS[run.name], run.losses("train"), max(1, self._num_steps // _BARS)
+        colour, losses, bucket = self._colours[run.name], run.losses("train"), max(1, run.num_steps // _BARS)
         means = [fmean(losses[start : start + bucket]) for start in range(0, len(losses), bucket)]
         curve = sparkline([math.log(max(mean, 1e-9)) for mean in means])  # so that the last tenth of the way shows too
         grid = Table.grid(padding=(0, 2))
-        grid.add_row(ProgressBar(self._num_steps, run.step, _BARS, complete_style=colour), self._pace(run))
+        grid.add_row(ProgressBar(run.num_steps, run.step, _BARS, complete_style=colour), self._pace(run))
         grid.add_row(Text(curve, colour), _losses(run))
         saves = Text.assemble(("checkpoints  ", "dim"), *((f"{step:,}  ", "green") for step in run.saved()))
         for step in run.saved("tmp_"):
@@ -70,9 +73,17 @@ class DemoView:
 
     def _pace(self, run: WatchedRun) -> str:
         recent = [timing["wall_s"] for timing in run.timings()[-_RECENT_STEPS:]]
-        return f"step {run.step:>5,}/{self._num_steps:,} " + (f"{1 / fmean(recent):5.0f} steps/s" if recent else "")
+        return f"step {run.step:>5,}/{run.num_steps:,} " + (f"{1 / fmean(recent):5.0f} steps/s" if recent else "")
 
 
 def _losses(run: WatchedRun) -> str:
-    recent = {"loss": run.losses("train")[-_RECENT_STEPS:], "validation": run.losses("val")[-1:]}
+    recent = {"loss": run.losses("train")[-_RECENT_STEPS:]}
+    recent |= {
+        name: run.values("val", metric)[-1:] for metric, name in _VALIDATION.items() if run.values("val", metric)
+    }
     return "   ".join(f"{name} {number(fmean(values)):<9}" for name, values in recent.items() if values)
+
+
+def say(console: Console, label: str, text: str) -> None:
+    """One line that stays."""
+    console.print(Text.assemble((f"{label:<17}", "bold"), text), soft_wrap=True)

@@ -23,13 +23,14 @@ class WatchedRun:
     """One `surefoot train` and, once that is killed, the `surefoot resume` that goes on.
 
     Attributes:
+        num_steps: that the run is to have at its end.
         lines: of `metrics.jsonl`, as far as the run on record goes; a resume takes back what it repeats.
         kills: for each SIGKILL the step that was being saved, and whether that save was cut short; `False` where its
             commit was quicker.
     """
 
-    def __init__(self, name: str, run_dir: Path) -> None:
-        self.name, self.run_dir = name, run_dir
+    def __init__(self, name: str, run_dir: Path, num_steps: int) -> None:
+        self.name, self.run_dir, self.num_steps = name, run_dir, num_steps
         self.checkpoints = run_dir / "checkpoints"
         self.log = run_dir.with_name(f"{name}.log")
         self.process: subprocess.Popen[bytes] | None = None
@@ -80,8 +81,11 @@ class WatchedRun:
         return int(self.lines[-1]["step"]) if self.lines else 0
 
     def losses(self, kind: str) -> list[float]:
-        """Of all steps, "train" or "val"."""
-        return [float(line["loss"]) for line in self.lines if line["kind"] == kind]
+        return self.values(kind, "loss")
+
+    def values(self, kind: str, metric: str) -> list[float]:
+        """Of all steps of a kind, "train" or "val", that have it."""
+        return [float(line[metric]) for line in self.lines if line["kind"] == kind and metric in line]
 
     def timings(self) -> list[dict[str, float]]:
         """Seconds of each training step."""

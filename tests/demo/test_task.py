@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,60 @@ def test_an_answer_ends_where_its_turn_ends(tokenizer: Any) -> None:
     answers = task.greedy_answers(Scripted(new), tokenizer, rows)
     assert answers == ["57", "1234…", "5<|user|>7"]
     assert task.exact_match(answers, rows) == pytest.approx(1 / 3)
+
+
+@pytest.fixture(scope="module")
+def llama(tokenizer: Any) -> Any:
+    """Of random weights, and so unsure of everything."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    init = {**task.model_init(hidden_size=16, num_layers=1), "initializer_range": 0.5}
+    return LlamaForCausalLM(LlamaConfig(**init, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)).eval()
+
+
+def test_answers_are_drawn_from_the_models_own_distribution(tokenizer: Any, llama: Any) -> None:
+    num = 4000
+    drawn = task.sampled_answers(llama, tokenizer, [task.addition(47, 85)] * num, seed=0)
+    prompt = tokenizer.apply_chat_template(
+        task.addition(47, 85)["messages"][:1], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        shares = llama(**prompt).logits[0, -1].softmax(-1)
+    for token, share in zip(
+        "0123456789", shares[tokenizer.convert_tokens_to_ids(list("0123456789"))].tolist(), strict=True
+    ):
+        deviation = (share * (1 - share) / num) ** 0.5
+        assert sum(answer.startswith(token) for answer in drawn) / num == pytest.approx(share, abs=4 * deviation), token
+
+
+def test_drawn_answers_follow_from_the_seed_alone(tokenizer: Any, llama: Any) -> None:
+    rows = task.split_rows(0, num_heldout=50)[1]
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    once = task.sampled_answers(llama, tokenizer, rows, seed=0)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(2)
+    assert task.sampled_answers(llama, tokenizer, rows, seed=0) == once
+    assert task.sampled_answers(llama, tokenizer, rows, seed=1) != once
+
+
+def test_a_score_is_that_of_the_last_real_token(tokenizer: Any) -> None:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    init = task.model_init(hidden_size=16, num_layers=1)
+    model = LlamaForSequenceClassification(
+        LlamaConfig(**init, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=1)
+    ).eval()
+    rng = random.Random(0)
+    pairs = [task.preference(task.addition(*sum_), rng) for sum_ in ((10, 11), (47, 85), (60, 39))]
+    for side in ("chosen", "rejected"):
+        together = task.scores(model, tokenizer, pairs, side)
+        for pair, score in zip(pairs, together, strict=True):
+            chat = tokenizer.apply_chat_template(pair["prompt"] + pair[side], return_dict=True, return_tensors="pt")
+            with torch.no_grad():
+                hidden = model.model(**chat).last_hidden_state[0, -1]
+            assert score == pytest.approx(model.score(hidden).item(), abs=1e-5)
 
 
 def test_importing_the_task_is_light() -> None:

@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def run(tmp_path: Path) -> WatchedRun:
     """Killed in the save of step 4, and resumed from step 2."""
-    run = WatchedRun("killed", tmp_path / "killed")
+    run = WatchedRun("killed", tmp_path / "killed", 8)
     for name in ("step_2", "tmp_step_4"):
         (run.checkpoints / name).mkdir(parents=True)
     run.kills[4] = True
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> WatchedRun:
 
 def test_each_validation_and_each_change_is_one_plain_line(run: WatchedRun) -> None:
     console = Console(file=io.StringIO(), width=60)
-    view = DemoView(console, [run], 8)
+    view = DemoView(console, [run])
     assert view.live is None
     for _ in range(2):
         view.draw()
@@ -48,7 +48,7 @@ def test_each_validation_and_each_change_is_one_plain_line(run: WatchedRun) -> N
 
 def test_a_terminal_shows_what_lies_half_written(run: WatchedRun) -> None:
     console = Console(file=Terminal(), width=100, force_terminal=True, color_system=None)
-    view = DemoView(console, [run], 8)
+    view = DemoView(console, [run])
     assert view.live is not None
     with view.live:
         view.draw()

@@ -75,9 +75,9 @@ class LateOnce(WatchedRun):
 
 
 def test_a_kill_that_misses_is_told_and_tried_again_and_the_run_equals_the_other(config: Path, tmp_path: Path) -> None:
-    straight, killed = WatchedRun("straight", tmp_path / "straight"), LateOnce("killed", tmp_path / "killed")
+    straight, killed = WatchedRun("straight", tmp_path / "straight", 120), LateOnce("killed", tmp_path / "killed", 120)
     console = Console(file=io.StringIO(), width=200)
-    view = DemoView(console, (straight, killed), 120)
+    view = DemoView(console, (straight, killed))
     train_both(config, straight, killed, view, range(24, 120, 12))
     assert straight.status == killed.status == "ended"
     (late, hit), (later, cut) = next(iter(killed.kills.items())), list(killed.kills.items())[-1]
@@ -99,9 +99,9 @@ def test_no_process_is_left_when_the_demo_is_interrupted(config: Path, tmp_path:
         def draw(self) -> None:
             raise KeyboardInterrupt
 
-    runs = WatchedRun("straight", tmp_path / "straight"), WatchedRun("killed", tmp_path / "killed")
+    runs = WatchedRun("straight", tmp_path / "straight", 120), WatchedRun("killed", tmp_path / "killed", 120)
     with pytest.raises(KeyboardInterrupt):
-        train_both(config, *runs, Interrupted(Console(file=io.StringIO()), runs, 120), range(24, 120, 12))
+        train_both(config, *runs, Interrupted(Console(file=io.StringIO()), runs), range(24, 120, 12))
     for run in runs:
         assert run.process is not None and not run.running
 
@@ -109,7 +109,7 @@ def test_no_process_is_left_when_the_demo_is_interrupted(config: Path, tmp_path:
 def test_no_process_is_left_when_the_demo_is_killed(config: Path, tmp_path: Path) -> None:
     code = (
         "import os, sys, time; from pathlib import Path; from surefoot.demo.watch import WatchedRun\n"
-        "run = WatchedRun('orphan', Path(sys.argv[2]))\n"
+        "run = WatchedRun('orphan', Path(sys.argv[2]), 9)\n"
         "run.start('train', sys.argv[1], f'run_dir={sys.argv[2]}', 'max_num_steps=1000000')\n"
         "while run.status == 'starting': time.sleep(0.05)\n"
         "print(run.process.pid, flush=True); os.kill(os.getpid(), 9)"
@@ -127,7 +127,7 @@ def test_no_process_is_left_when_the_demo_is_killed(config: Path, tmp_path: Path
 
 
 def test_a_run_that_fails_says_what_it_said(tmp_path: Path) -> None:
-    run = WatchedRun("broken", tmp_path / "run")
+    run = WatchedRun("broken", tmp_path / "run", 120)
     try:
         run.start("train", str(tmp_path / "missing.yaml"))
         with pytest.raises(SurefootError, match=r"(?s)broken ended with exit status 2.*no configuration file"):
@@ -137,7 +137,7 @@ def test_a_run_that_fails_says_what_it_said(tmp_path: Path) -> None:
 
 
 def test_stop_ends_the_process_and_is_safe_twice(tmp_path: Path) -> None:
-    run = WatchedRun("stopped", tmp_path / "run")
+    run = WatchedRun("stopped", tmp_path / "run", 120)
     stop_all([run])
     run.start("train", str(tmp_path / "missing.yaml"))
     stop_all([run])
@@ -146,7 +146,7 @@ def test_stop_ends_the_process_and_is_safe_twice(tmp_path: Path) -> None:
 
 
 def test_metrics_are_read_as_they_come_and_anew_after_a_resume(tmp_path: Path) -> None:
-    run = WatchedRun("read", tmp_path)
+    run = WatchedRun("read", tmp_path, 120)
     file = tmp_path / "metrics.jsonl"
 
     def look() -> tuple[list[float], list[float], int]:

@@ -27,9 +27,11 @@ def assert_all_finite(checkpoints: Path) -> None:
 
 
 def plant(run: Run, value: float) -> None:
+    engine: Any = run.kit.engines["policy"]
     with torch.no_grad():
-        for weight in run.kit.engines["policy"].weights().values():
-            weight.view(-1)[-1] = value
+        for name, tensor in engine._state().items():  # what is trained: under LoRA `weights` are merged copies
+            if name.startswith("weights/"):
+                tensor.view(-1)[-1] = value
 
 
 def test_a_learning_rate_that_blows_everything_up(every_project: Project, memory_path: Path) -> None:

@@ -49,9 +49,7 @@ def test_stopped_at_any_step_and_resumed(every_straight: Path, memory_path: Path
     whole = every_straight.parent / "run"
     optimizer = json.loads(final_state(whole)["policy/optimizer/state.json"])
     decay = f"policy.scheduler.decay_steps={optimizer['decay_end']}"  # that of the whole run, not of the first part
-    runs.trained(
-        every_straight, f"max_num_steps={stop_at}", f"run_dir={run_dir}", "checkpointing.save_period=1", decay
-    )
+    runs.trained(every_straight, f"max_num_steps={stop_at}", f"run_dir={run_dir}", "checkpointing.save_period=1", decay)
     loop.train(runs.resumed(run_dir, f"max_num_steps={STEPS}"))
     assert final_state(run_dir) == final_state(whole)
     assert runs.metric_lines(run_dir) == runs.metric_lines(whole)

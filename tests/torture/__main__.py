@@ -49,9 +49,9 @@ def main() -> int:
             for name, torture in _tortures(server, Path(folder), case, arguments)
         ]
     console.print(_table(results))
-    for _, tally, _ in results:
+    for title, tally, _ in results:
         for failure in tally.failures:
-            console.print(f"[red]FAILED[/red] {failure}", highlight=False)
+            console.print(f"[red]FAILED[/red] {title.partition(':')[0]}: {failure}", highlight=False, soft_wrap=True)
     return int(any(tally.failures for _, tally, _ in results))
 
 

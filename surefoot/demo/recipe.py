@@ -1,0 +1,138 @@
+"""The configurations that the demo writes: whole files with comments, so that a reader can run each of them again."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from surefoot.demo import task
+
+_TEXT = """\
+{about}
+#
+# All keys there are, and this run again:
+#   surefoot config show "{root}/{name}.yaml"
+#   surefoot train "{root}/{name}.yaml" run_dir="{root}/again"
+
+algorithm: {algorithm}
+run_dir: "{root}/{name}"  # the run's one folder: config.yaml, metrics.jsonl, checkpoints/
+seed: {seed}  # every random choice follows from it
+max_num_steps: {num_steps}
+val_period: {period}  # steps; validation rows are never trained
+{section}
+policy:
+{model}
+  train_global_batch_size: {rows}  # rows of one step
+  train_micro_batch_size: {rows}  # rows in memory at once; another number gives the same gradient
+  max_total_sequence_length: 64  # tokens; the longest row here has 14
+  max_grad_norm: 1.0
+  num_threads: 1  # of this process; two runs side by side are fastest with one each
+  optimizer: {{ lr: {lr}, beta2: 0.98, weight_decay: 0.1 }}
+  scheduler: {{ name: cosine, warmup_steps: 50 }}  # down to zero at the last step
+
+data:
+  # {one_line}
+  train: {{ path: "{root}/data/{train}.jsonl" }}
+  validation:
+    heldout: {{ path: "{root}/data/{heldout}.jsonl", max_rows: {val_rows} }}
+
+checkpointing:
+  save_period: {period}  # written in the background while training goes on
+  keep_top_k: 3  # the best three by metric_name; the newest is always kept
+  metric_name: val:{metric}
+  higher_is_better: {higher_is_better}
+
+logger: {{ log_period: {period} }}
+"""
+_RANDOM = """\
+# Random weights. To fine-tune a model that you have, put `model_name: <folder>` in place of model_init and leave
+# the tokenizer out: the model's own is taken.
+model_init:
+{model_init}
+tokenizer: {{ name: "{root}/tokenizer" }}"""
+CHAT = 'One chat, which is one row, per line: {"messages": [{"role": …, "content": …}, …]}'
+PAIR = 'One pair, which is two rows, per line: {"prompt": [{"role": …, "content": …}], "chosen": […], "rejected": […]}'
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run of the demo, on the files of its folder.
+
+    Attributes:
+        name: of the run's folder and, with `.yaml`, of its configuration.
+        about: what it is, and why its settings are what they are: the file's first comment.
+        period: steps between validations, and between saves.
+        rows: of one step.
+        train, heldout: names of files in `data/`; `heldout` is the validation set, its first `val_rows` lines.
+        one_line: what a line of the files is.
+        metric: of validation, by which the best checkpoints are kept.
+        section: the algorithm's own, with its comments.
+        begins_with: the run whose last weights are the first ones here; default: random weights.
+    """
+
+    name: str
+    about: str
+    num_steps: int
+    period: int
+    rows: int
+    lr: str
+    train: str
+    algorithm: str = "sft"
+    section: str = ""
+    heldout: str = "heldout"
+    val_rows: int = 100
+    one_line: str = CHAT
+    metric: str = "loss"
+    higher_is_better: bool = False
+    begins_with: Recipe | None = None
+
+    def config(self, root: Path) -> Path:
+        return root / f"{self.name}.yaml"
+
+    def weights(self, root: Path) -> Path:
+        """What the run in its own folder ends with: a Hugging Face folder."""
+        return weights(root / self.name, self.num_steps)
+
+    def write(self, root: Path, seed: int) -> None:
+        """Write the configuration."""
+        values = {key: value for key, value in vars(self).items() if isinstance(value, int | str)}
+        values |= {
+            "about": textwrap.indent(textwrap.fill(self.about, 118), "# "),
+            "root": _quoted(root),
+            "seed": seed,
+            "section": self.section and f"\n{self.section}",
+            "model": textwrap.indent(self._model(root), "  "),
+            "higher_is_better": str(self.higher_is_better).lower(),
+        }
+        self.config(root).write_text(_TEXT.format(**values), encoding="utf-8")
+
+    def _model(self, root: Path) -> str:
+        if self.begins_with is not None:
+            return f'model_name: "{_quoted(self.begins_with.weights(root))}"  # its tokenizer comes with it'
+        model_init = textwrap.indent(yaml.safe_dump(task.model_init(), sort_keys=False).rstrip(), "  ")
+        return _RANDOM.format(model_init=model_init, root=_quoted(root))
+
+
+def weights(run_dir: Path, step: int) -> Path:
+    """The Hugging Face folder in the checkpoint of a step."""
+    return run_dir / "checkpoints" / f"step_{step}" / "policy" / "weights"
+
+
+def _quoted(path: Path) -> str:
+    """As it stands between YAML's double quotes."""
+    return json.dumps(str(path), ensure_ascii=False)[1:-1]
+
+
+SFT = Recipe(
+    "sft",
+    "Supervised fine-tuning of a small Llama, from random weights, on sums such as 47+85=132.",
+    num_steps=1200,
+    period=100,
+    rows=32,
+    lr="1.5e-3",
+    train="train",
+)

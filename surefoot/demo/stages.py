@@ -1,0 +1,147 @@
+"""What `surefoot demo --all` goes on with. A stage is one more run on the same task, measured before and after; another
+method joins by one more `Stage` here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from surefoot.demo import measure, task
+from surefoot.demo.closing import Outcome
+from surefoot.demo.measure import GREEDY, GUESSES, SAMPLED, SLIPS, Heldout, Kind
+from surefoot.demo.recipe import PAIR, Recipe
+from surefoot.demo.watch import WatchedRun
+from surefoot.report.text import number
+
+WRONG_SHARE = 0.6
+
+
+class Limit(NamedTuple):
+    """What a share must be after training, and by how much above that from before, if that is asked."""
+
+    least: float = 0.0
+    most: float = 1.0
+    gain: float | None = None
+
+    def holds(self, before: float, after: float) -> bool:
+        return self.least <= after <= self.most and (self.gain is None or after - before >= self.gain)
+
+    def __str__(self) -> str:
+        """
+        >>> print(Limit(0.9), Limit(0.1, 0.4), Limit(0.8, gain=0.4), sep="; ")
+        at least 90%; 10% to 40%; at least 80%, and 40 points up
+        """
+        text = f"at least {self.least:.0%}" if self.most == 1 else f"{self.least:.0%} to {self.most:.0%}"
+        return text + (f", and {100 * self.gain:.0f} points up" if self.gain else "")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run.
+
+    Attributes:
+        about: what it is, in a line for the terminal.
+        kind: of the model.
+        measure: shares by name, of a model, its tokenizer and what is held out.
+        limits: of these shares, by the same names.
+        validated: metrics of the run's last validation, each with what it must be above.
+    """
+
+    recipe: Recipe
+    about: str
+    measure: Callable[[Any, Any, Heldout], Mapping[str, float]]
+    limits: Mapping[str, Limit]
+    kind: Kind = "causal_lm"
+    validated: Mapping[str, float] = field(default_factory=dict)
+
+    def outcomes(self, before: Mapping[str, float], after: Mapping[str, float], run: WatchedRun) -> list[Outcome]:
+        """Every share that was measured, and the metrics of the run's last validation."""
+        name = self.recipe.name
+        shares = [
+            Outcome(
+                name,
+                what,
+                f"{before[what]:.1%}",
+                f"{after[what]:.1%}",
+                str(limit),
+                limit.holds(before[what], after[what]),
+            )
+            for what, limit in self.limits.items()
+        ]
+        last = {metric: run.values("val", metric)[-1] for metric in self.validated}
+        return shares + [
+            Outcome(name, metric, "", number(last[metric]), f"above {least:g}", last[metric] > least)
+            for metric, least in self.validated.items()
+        ]
+
+
+BASE = Stage(
+    Recipe(
+        "base",
+        f"Supervised fine-tuning on demonstrations of which {WRONG_SHARE:.0%} are wrong, each by a slip in a column or "
+        "two. Who imitates them well answers as badly as they do when sampled, while the most likely answer can be "
+        "better than the teachers'. That gap is what preferences then have to close.",
+        num_steps=800,
+        period=100,
+        rows=32,
+        lr="1.5e-3",
+        train="demonstrations",
+    ),
+    f"fine-tuning on demonstrations of which {WRONG_SHARE:.0%} are wrong",
+    measure.answers,
+    {SAMPLED: Limit(0.1, 0.4), GREEDY: Limit(0.5)},
+)
+on_pairs = partial(
+    Recipe, rows=64, val_rows=task.NUM_HELDOUT, one_line=PAIR, higher_is_better=True, begins_with=BASE.recipe
+)
+RM = Stage(
+    on_pairs(
+        "rm",
+        "A reward model (Bradley-Terry): the model that learnt from mostly wrong demonstrations gets a score head in "
+        "place of its language-model head, and learns to score the right sum above any other number. Slips are harder "
+        "to see than such guesses: from pairs of slips alone some runs had learnt nothing after 600 steps.",
+        algorithm="rm",
+        num_steps=800,
+        period=100,
+        lr="6e-4",
+        train="guesses",
+        heldout="guesses_heldout",
+        metric="accuracy",
+    ),
+    "a reward model from that base: right sums against guesses",
+    measure.scores,
+    {GUESSES: Limit(0.9, gain=0.3), SLIPS: Limit(0.6)},
+    kind="scalar",
+)
+_DPO = """\
+dpo:
+  # `sigmoid` is DPO itself: it tells right from wrong. Alone it does so by making both less likely, the wrong one more,
+  # so that answers never seen gain: here sampled answers then got better, and the most likely ones worse. `sft` keeps
+  # the right answer likely.
+  losses:
+    - { name: sigmoid, beta: 0.3 }
+    - { name: sft }
+"""
+DPO = Stage(
+    on_pairs(
+        "dpo",
+        "Direct preference optimisation of the model that learnt from mostly wrong demonstrations: right sums against "
+        "slips of the kind that it was shown.",
+        algorithm="dpo",
+        section=_DPO,
+        num_steps=400,
+        period=100,
+        lr="5e-4",
+        train="slips",
+        heldout="slips_heldout",
+        metric="rewards/accuracies",
+    ),
+    "DPO from that base: right sums against slips",
+    measure.answers,
+    {SAMPLED: Limit(0.6, gain=0.4), GREEDY: Limit(0.9)},
+    validated={"rewards/accuracies": 0.9, "rewards/margins": 0.0},
+)
+# Stages of one group run side by side, on one thread each.
+STAGES = ((BASE,), (RM, DPO))

@@ -1,0 +1,166 @@
+"""The further stages: what they read, their order, what is measured; and each of them once, for two steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from surefoot.config_file import load_config
+from surefoot.demo import closing, further, measure, story, task
+from surefoot.demo.folder import DemoFolder, claimed
+from surefoot.demo.stages import STAGES, WRONG_SHARE, Limit, Stage
+from surefoot.demo.watch import WatchedRun
+from tests.helpers.runs import trained
+
+ALL = [stage for side_by_side in STAGES for stage in side_by_side]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoFolder]:
+    with claimed(tmp_path_factory.mktemp("demo") / 'a "quoted" {place}') as folder:
+        folder.fill(seed=3)
+        further.fill(folder, seed=3)
+        yield folder
+
+
+def test_a_stage_begins_with_what_an_earlier_one_ended_with() -> None:
+    done: set[str] = set()
+    for side_by_side in STAGES:
+        assert 1 <= len(side_by_side) <= 2  # one thread each, on two cores
+        for stage in side_by_side:
+            assert stage.recipe.begins_with is None or stage.recipe.begins_with.name in done
+        done |= {stage.recipe.name for stage in side_by_side}
+    assert len(done) == len(ALL)
+    assert not done & {"sft", "straight", "killed", "again", "data", "tokenizer"}
+
+
+@pytest.mark.parametrize("stage", ALL, ids=lambda stage: stage.recipe.name)
+def test_a_configuration_is_valid_and_names_what_is_there(folder: DemoFolder, stage: Stage) -> None:
+    config = load_config(stage.recipe.config(folder.root))
+    assert (config.algorithm, config.seed, config.policy.num_threads) == (stage.recipe.algorithm, 3, 1)
+    assert Path(config.run_dir) == folder.root / stage.recipe.name
+    for data in (config.data.train, config.data.validation["heldout"]):
+        assert Path(data.path).is_file()
+    assert config.max_num_steps is not None and config.max_num_steps % config.val_period == 0
+    assert config.val_period == config.checkpointing.save_period
+    before = stage.recipe.begins_with
+    assert config.policy.model_name == (str(before.weights(folder.root)) if before else None)
+
+
+def test_demonstrations_are_wrong_as_often_as_is_said(folder: DemoFolder) -> None:
+    true, shown = task.read_rows(folder.train), task.read_rows(folder.data / "demonstrations.jsonl")
+    assert [task.question(row) for row in shown] == [task.question(row) for row in true]
+    pairs = [(task.expected_answer(a), task.expected_answer(b)) for a, b in zip(true, shown, strict=True)]
+    wrong = [(right, said) for right, said in pairs if right != said]
+    assert len(wrong) / len(pairs) == pytest.approx(WRONG_SHARE, abs=0.02)
+    assert all(len(right) == len(said) and abs(int(right) - int(said)) <= 11 for right, said in wrong)
+
+
+@pytest.mark.parametrize("name", ["guesses", "slips"])
+def test_preferences_are_right_against_wrong_and_heldout_sums_stay_held_out(folder: DemoFolder, name: str) -> None:
+    train, heldout = (task.read_rows(folder.data / f"{name}{end}.jsonl") for end in ("", "_heldout"))
+    asked = [[pair["prompt"][0]["content"] for pair in pairs] for pairs in (train, heldout)]
+    distances = []
+    for pair in (*train, *heldout):
+        a, b = pair["prompt"][0]["content"].removesuffix("=").split("+")
+        chosen, rejected = (pair[side][0]["content"] for side in ("chosen", "rejected"))
+        assert int(chosen) == int(a) + int(b) and len(chosen) == len(rejected)
+        distances.append(abs(int(chosen) - int(rejected)))
+    assert set(distances) == {1, 2, 9, 10, 11} if name == "slips" else set(range(1, 99)) >= set(distances)
+    assert min(distances) == 1 and (max(distances) > 80 or name == "slips")
+    assert asked[1] == [task.question(row) for row in task.read_rows(folder.heldout)]
+    sums = [{frozenset(text.removesuffix("=").split("+")) for text in texts} for texts in asked]
+    assert not sums[0] & sums[1]
+
+
+def test_the_files_follow_from_the_seed(folder: DemoFolder, tmp_path: Path) -> None:
+    names = ("demonstrations", "guesses", "guesses_heldout", "slips", "slips_heldout")
+    for seed in (3, 4):
+        with claimed(tmp_path / str(seed)) as other:
+            other.fill(seed)
+            further.fill(other, seed)
+        same = [(other.data / f"{n}.jsonl").read_bytes() == (folder.data / f"{n}.jsonl").read_bytes() for n in names]
+        assert same == [seed == 3] * 5
+
+
+@pytest.mark.parametrize(
+    ("limit", "before", "after", "held"),
+    [
+        (Limit(0.9), 0.95, 0.9, True),
+        (Limit(0.9), 0.0, 0.899, False),
+        (Limit(0.1, 0.4), 0.0, 0.41, False),
+        (Limit(0.5, gain=0.25), 0.5, 0.75, True),
+        (Limit(0.5, gain=0.25), 0.51, 0.75, False),
+        (Limit(), 0.5, float("nan"), False),
+    ],
+)
+def test_a_limit_holds_or_not(limit: Limit, before: float, after: float, held: bool) -> None:
+    assert limit.holds(before, after) is held
+
+
+def test_every_number_is_told_with_what_was_expected_and_whether_it_held(tmp_path: Path) -> None:
+    stage = Stage(
+        dataclasses.replace(ALL[0].recipe, name="x"),
+        "about",
+        measure.answers,
+        {"sampled": Limit(0.9, gain=0.5), "greedy": Limit(0.9)},
+        validated={"rewards/accuracies": 0.9, "rewards/margins": 0.0},
+    )
+    run = WatchedRun("x", tmp_path, 8)
+    last = {"loss": 0.1, "rewards/accuracies": 0.95, "rewards/margins": -0.5}
+    run.lines = [{"step": 4, "kind": "val", **dict.fromkeys(last, 9.0)}, {"step": 8, "kind": "val", **last}]
+    found = stage.outcomes({"sampled": 0.25, "greedy": 0.5}, {"sampled": 0.95, "greedy": 0.85}, run)
+    assert [tuple(outcome) for outcome in found] == [
+        ("x", "sampled", "25.0%", "95.0%", "at least 90%, and 50 points up", True),
+        ("x", "greedy", "50.0%", "85.0%", "at least 90%", False),
+        ("x", "rewards/accuracies", "", "0.9500", "above 0.9", True),
+        ("x", "rewards/margins", "", "-0.5000", "above 0", False),
+    ]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(closing.outcomes(found))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split()[-1] for line in lines if line.startswith("  x")] == ["held", "FAILED", "held", "FAILED"]
+
+
+@pytest.mark.parametrize("everything", [True, False])
+@pytest.mark.parametrize("held", [True, False])
+def test_the_demo_holds_when_each_of_its_parts_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool, everything: bool
+) -> None:
+    outcome = closing.Outcome("dpo", "sampled", "25.0%", "70.0%", "at least 60%", held)
+    monkeypatch.setattr(
+        story, "_twice", lambda *_: [closing.Fact("loss", "3 -> 0"), closing.Fact("SIGKILL", "hit", True)]
+    )
+    monkeypatch.setattr(further, "tell", lambda *_: [outcome])
+    console = Console(file=io.StringIO(), width=120)
+    assert story.tell(tmp_path / "demo", 0, console, further_stages=everything) is (held or not everything)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("What each method did" in shown) is ("surefoot score" in shown) is everything
+
+
+def test_each_stage_trains_and_is_measured_before_and_after(folder: DemoFolder) -> None:
+    """With real runs of two steps each, every stage on the weights that the one before it wrote."""
+    rows = task.read_rows(folder.heldout)[:20]
+    guesses, slips = (task.read_rows(folder.data / f"{name}_heldout.jsonl")[:20] for name in ("guesses", "slips"))
+    heldout = measure.Heldout(rows, guesses, slips, 3)
+    base: Stage | None = None
+    for full in ALL:
+        begins_with = base.recipe if base is not None and full.recipe.begins_with else None
+        recipe = dataclasses.replace(full.recipe, num_steps=2, period=2, val_rows=8, begins_with=begins_with)
+        stage = dataclasses.replace(full, recipe=recipe)
+        recipe.write(folder.root, 3)
+        before = stage.measure(*measure.first_model(recipe.config(folder.root), stage.kind), heldout)
+        few = ("data.train.max_rows=64", "logger.progress=off", "logger.tensorboard=false")
+        trained(recipe.config(folder.root), *few)
+        after = stage.measure(*measure.last_model(recipe.weights(folder.root), stage.kind), heldout)
+        assert set(before) == set(after) == set(stage.limits)
+        run = WatchedRun(recipe.name, folder.root / recipe.name, 2)
+        run.look()
+        assert len(stage.outcomes(before, after, run)) == len(stage.limits) + len(stage.validated)
+        assert run.values("val", recipe.metric), "the metric that the checkpoints are kept by"
+        base = base or stage
