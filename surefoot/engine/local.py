@@ -73,7 +73,7 @@ class LocalEngine:
         synced: bool = False,
     ) -> None:
         self.device = resolve_device(config.device)
-        self.model = model.to(self.device)
+        self.model = model.to(self.device).eval()  # all of it, as `_set_mode` asks the root alone
         self._files, self._config, self._plane, self._stager = dict(files), config, plane, stager
         self._seed, self._save_optimizer, self._captured = seed, save_optimizer, trained or synced
         self._adapted = ADAPTER_CONFIG in files

@@ -55,7 +55,7 @@ def attach(model: Any, config: LoraConfig, *, seed: int, score: bool, base: str 
         torch.default_generator.manual_seed(derive_seed(seed, "lora"))
         made = peft.PeftModel(model, settings)
     _require_exactly(model, adapted, saved)
-    return made
+    return made.eval()  # peft's new modules are in training mode, whatever the model was
 
 
 def _targets(model: Any, config: LoraConfig, score: bool) -> list[str]:

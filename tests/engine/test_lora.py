@@ -251,6 +251,12 @@ def test_dropout_repeats(tmp_path: Path) -> None:
     assert not torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("kind", ["causal_lm", "scalar"])
+def test_a_new_engine_has_no_dropout_until_it_trains(tmp_path: Path, kind: models.Kind) -> None:
+    engine = engine_of(configured(tmp_path, "untied llama", {"dropout": 0.5}), MemoryPlane(), kind=kind)
+    assert not any(module.training for module in engine.model.modules())
+
+
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     found = []
     for on in (False, True):
