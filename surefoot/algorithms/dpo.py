@@ -12,20 +12,7 @@ from pydantic import Field, model_validator
 from surefoot.config import AlgorithmConfig, Place, PositiveInt, PositiveReal, Real, RowsOfPairs, RunConfig, Section
 from surefoot.data.source import DatasetSource, training_source, validate
 from surefoot.losses.preference import LossEntry, PreferenceLoss, next_shift
-from surefoot.types import (
-    Algorithm,
-    BatchRef,
-    Clock,
-    EngineSpec,
-    Head,
-    Kit,
-    Metrics,
-    Objective,
-    Poll,
-    Reader,
-    Rows,
-    Writer,
-)
+from surefoot.types import Algorithm, BatchRef, Clock, EngineSpec, Head, Kit, Metrics, Objective, Poll, Reader, Writer
 
 
 class PreferenceLossConfig(Section):
@@ -108,7 +95,7 @@ class DPO(Algorithm):
 
     Config = DPOConfig
     config: DPOConfig
-    rows: ClassVar[Rows] = "pairs"
+    rows = "pairs"
 
     def __init__(self, config: DPOConfig) -> None:
         super().__init__(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 from torch import Tensor
@@ -16,7 +16,7 @@ from surefoot.algorithms._policy_gradient import PolicyGradientConfig, kl_penalt
 from surefoot.rollout.config import RolloutRunConfig
 from surefoot.rollout.evaluation import evaluate
 from surefoot.rollout.source import RolloutSource
-from surefoot.types import Algorithm, BatchRef, Clock, EngineSpec, Head, Kit, Metrics, Objective, Poll, Rows, Source
+from surefoot.types import Algorithm, BatchRef, Clock, EngineSpec, Head, Kit, Metrics, Objective, Poll, Source
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "dapo": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "dynamic_sampling": True, "overlong_buffer_ratio": 0.2},
@@ -81,7 +81,7 @@ class GRPO(Algorithm):
 
     Config = GRPOConfig
     config: GRPOConfig
-    rows: ClassVar[Rows] = "prompts"
+    rows = "prompts"
     run_config = RolloutRunConfig
 
     def engines(self) -> Mapping[str, EngineSpec]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from surefoot.config import AlgorithmConfig, NonNegativeReal, RowsOfPairs
 from surefoot.data.source import training_source, validate
 from surefoot.errors import ConfigError
 from surefoot.losses.reward import RewardLoss
-from surefoot.types import Algorithm, Clock, EngineSpec, Head, Kit, Metrics, Objective, Poll, Rows, Source
+from surefoot.types import Algorithm, Clock, EngineSpec, Head, Kit, Metrics, Objective, Poll, Source
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class RM(Algorithm):
 
     Config = RMConfig
     config: RMConfig
-    rows: ClassVar[Rows] = "pairs"
+    rows = "pairs"
 
     def engines(self) -> Mapping[str, EngineSpec]:
         return {"policy": EngineSpec(kind="scalar")}
