@@ -134,7 +134,7 @@ def _assembled(
     plane = MemoryPlane()
     builder = EngineBuilder(specs, config, tokenizer, point, plane)
     builder.check_folders()
-    conversations = build_rollouts.conversations(config, tokenizer)
+    conversations = build_rollouts.conversations(config, tokenizer, opened)
     train_data, validation_data = _datasets(config, tokenizer, console, rows=algorithm.rows, opener=conversations)
     engines: dict[str, Engine] = {}  # filled below: how long the run is, and so its schedule, follows from the source
     rollouts = build_rollouts.rollouts(config, tokenizer, conversations, opened)

@@ -1,5 +1,5 @@
-"""Writes the data of the calculator example anew: demonstrations of a tool's use, of which seven in ten are wrong, and a
-tokenizer that writes the frame of a call as one token.
+"""Writes the data of the calculator example anew: demonstrations of a tool's use, of which seven in ten are wrong, and
+a tokenizer that writes the frame of a call as one token.
 
     python examples/calculator/make.py
 """
@@ -32,8 +32,8 @@ def files(seed: int = 0) -> dict[str, str]:
 
 
 def _demonstration(question: str, answer: str, rng: random.Random) -> list[dict[str, str]]:
-    """Three in ten are right. Four answer from the head, and wrong; one and a half each call with another expression, or
-    take over another result than the tool's."""
+    """Three in ten are right. Four answer from the head, and wrong; one and a half each call with another expression,
+    or take over another result than the tool's."""
     expression = question.removesuffix("=")
     kind = rng.choices(["right", "no call", "wrong call", "wrong copy"], [6, 8, 3, 3])[0]
     if kind == "wrong call":

@@ -23,7 +23,6 @@ from surefoot.data_plane.memory import MemoryPlane
 from surefoot.errors import RolloutError, StaleWeights, StopRequested
 from surefoot.rollout.config import EvaluationConfig
 from surefoot.rollout.conversations import Conversations
-from surefoot.rollout.environments import Environment, Message, Step
 from surefoot.rollout.evaluation import evaluate, pass_at_k
 from surefoot.rollout.rewards import RewardError, load_rewards
 from surefoot.rollout.rollouts import Rollouts
@@ -389,27 +388,8 @@ def test_a_reward_of_the_wrong_form_ends_the_run(make: Make) -> None:
 # --------------------------------------------------------------------------------------------------------- environments
 
 
-class Choosy(Environment):
-    """Fails on the row whose answer is 5, and on all if told so."""
-
-    def __init__(self, *, broken: bool = False, turns: int = 1) -> None:
-        self._broken, self._turns = broken, turns
-
-    def reset(self, row: Any) -> list[Message]:
-        self._answer, self._turn = row["answer"], 0
-        return self.opening(row)
-
-    def step(self, message: Message) -> Step:
-        if self._broken or self._answer == "5":
-            raise KeyError(f"no row {self._answer}")
-        self._turn += 1
-        if self._turn < self._turns:
-            return Step(({"role": "user", "content": "again"},), reward=0.25)
-        return Step(reward=float(message["content"] == self._answer), done=True)
-
-
 def choosy(**options: Any) -> dict[str, Any]:
-    return {"name": f"{__name__}.Choosy", "options": options}
+    return {"name": "tests.rollout.environment_samples.Choosy", "options": options}
 
 
 def test_a_rollout_that_fails_is_left_out_named_and_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
