@@ -90,13 +90,16 @@ def find(model: Path, source: DatasetConfig, policy: dict[str, Any], data: dict[
 def _in_checkpoint(path: Path, data: dict[str, Any], policy: dict[str, Any], kind: Kind) -> FoundModel:
     reader = open_verified(path)
     run = load_config(reader.local("config.yaml"))
-    part = reader.under("policy")
+    part, section = reader.under("policy"), run.policy.model_copy(update=policy)
     if "weights/adapter_config.json" in part.files():
         task = part.json("weights/adapter_config.json").get("task_type")
         _require(task == _TASKS[kind], path, kind, f"an adapter of {_NAMES[kind]}", f"an adapter for {task}")
     else:
-        _require_kind(path, part.local("weights"), kind)
-    section = run.policy.model_copy(update=policy)
+        longest, asked = _require_kind(path, part.local("weights"), kind), section.max_total_sequence_length
+        if asked > longest:
+            raise ModelError(
+                f"max_total_sequence_length is {asked}, but {path} reads at most {longest} tokens: lower it"
+            )
     return FoundModel(kind, section, run.data.model_copy(update=data), run, part)
 
 

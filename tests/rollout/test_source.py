@@ -85,6 +85,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         rewards: Sequence[Any] = (),
         rows: int = 10,
         environment: dict[str, Any] | None = None,
+        length: int = 200,
         **grpo: Any,
     ) -> Made:
         data = [{"prompt": f"q{i}", "answer": str(i)} for i in range(rows)]
@@ -96,7 +97,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 "run_dir": str(tmp_path / "run"),
                 "seed": 3,
                 "max_num_steps": 100,
-                "policy": {"model_name": "x", "train_global_batch_size": 4, "max_total_sequence_length": 200},
+                "policy": {"model_name": "x", "train_global_batch_size": 4, "max_total_sequence_length": length},
                 "data": {"train": {"path": str(path)}},
                 "generation": {"max_new_tokens": 20},
                 "rewards": [{"name": "exact_match"}],
@@ -105,10 +106,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
             },
             overrides,
         )
-        encoder = Encoder(TOKENIZER, config.data, 200)
+        encoder = Encoder(TOKENIZER, config.data, length)
         talk = None
         if environment is not None:
-            talk = Conversations(config.environment, encoder, max_tokens=200, seed=3)
+            talk = Conversations(config.environment, encoder, max_tokens=length, seed=3)
         dataset = prepare(config.data.train, config.data, TOKENIZER, 100, rows="prompts", opener=talk)
         scored = load_rewards(rewards) if rewards else None
         rollouts = Rollouts(TOKENIZER, scored, talk, seed=3, max_failures=config.max_reward_failures)
@@ -418,6 +419,34 @@ def test_too_many_failures_end_the_run(make: Make) -> None:
     with pytest.raises(RolloutError, match="where max_reward_failures"):
         for _ in range(20):
             source.retire(took(source), done(0))
+
+
+def hanging(tmp_path: Path) -> Callable[[str, int], str]:
+    """The first of each group calls a tool that does not come back, and answers once it is told."""
+    call = {"name": "wait", "arguments": {"seconds": 600, "folder": str(tmp_path)}}
+
+    def say(prompt: str, index: int) -> str:
+        return "answer" if index or "took longer" in prompt else f"<tool_call>{json.dumps(call)}</tool_call>"
+
+    return say
+
+
+TOOLS = {"name": "tools", "timeout_s": 1.0, "options": {"tools": ["tests.rollout.environment_samples.wait"]}}
+
+
+def test_tools_that_hang_are_counted_and_too_many_end_the_run(make: Make, tmp_path: Path) -> None:
+    options = ("generation.max_new_tokens=300", "max_reward_failures=0.02")
+    rewards = [here(lambda completions, **_: [float(len(messages)) for messages in completions], "messages")]
+    source, kit = make(Scripted(hanging(tmp_path)), *options, environment=TOOLS, rewards=rewards, length=900)
+    ref = took(source)
+    assert len(ref) == 4 and source.metrics["failed_turns"].value == 2.0
+    assert source.metrics["failed_rollouts"].value == 0.0
+    said: Any = kit.plane.get(ref, ["completion", "reward"])
+    assert [text.endswith("answer") for text in said["completion"]] == [True] * 4
+    assert said["reward"].tolist() == [3.0, 1.0] * 2
+    source.retire(ref, done(0))
+    with pytest.raises(RolloutError, match=r"2 of 4 rollouts failed in their environment, and 4 of the last 100.*took"):
+        took(source)
 
 
 def test_only_the_models_own_tokens_carry_loss(make: Make) -> None:

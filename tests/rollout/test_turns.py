@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,3 +223,30 @@ def test_an_environment_that_raises_is_heard() -> None:
             Scripted(tiny.byte_level(), "a"),
             tiny.byte_level(),
         )
+
+
+# -------------------------------------------------------------------------------------------------- tools that hang
+
+
+def waits(seconds: float, folder: Path) -> str:
+    call = {"name": "wait", "arguments": {"seconds": seconds, "folder": str(folder)}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def test_a_tool_that_hangs_is_ended_and_the_model_is_told(tmp_path: Path) -> None:
+    """It goes on from there; what hung is not called again, neither is what came before it on the other side."""
+    tokenizer, options = tiny.byte_level(), {"tools": ["tests.rollout.environment_samples.wait"]}
+    encoder = encoder_of(tokenizer)
+    config = EnvironmentConfig(name="tools", options=options, timeout_s=2.0)
+    sample = Scripted(tokenizer, waits(0, tmp_path), waits(600, tmp_path), waits(0.25, tmp_path), "done")
+    with closing(Conversations(config, encoder, max_tokens=2000, seed=0)) as conversations:
+        found = said(conversations, {"prompt": "Wait."}, sample, encoder)
+    told = [message["content"] for message in found.messages if message["role"] == "tool"]
+    assert told[0] == "waited 0" and told[2] == "waited 0.25"
+    assert told[1].startswith("error: it took longer than") and "was ended" in told[1]
+    assert (found.failed_turns, found.finish_reason, found.messages[-1]["content"]) == (1, "stop", "done")
+    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [seconds for _, seconds in calls].count("600.0") == 1
+    own = [token for token, sampled in zip(found.ids, found.own, strict=True) if sampled]
+    assert "took longer" not in tokenizer.decode(own) and "took longer" in tokenizer.decode(found.ids)
+    assert not any(Path(f"/proc/{process}").exists() for process, _ in calls)
