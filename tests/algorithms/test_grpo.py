@@ -167,6 +167,22 @@ def test_advantages_are_within_groups_and_recorded(file: Path) -> None:
     assert varied
 
 
+def test_completions_that_were_cut_off_cost_their_penalty(file: Path) -> None:
+    """Added to the reward, also to a negative one, before the group is compared; what is reported stays raw."""
+    run = runs.started(file, "grpo.missing_eos_penalty=0.25", "grpo.advantage=raw", *UNSAVED)
+    loop._publish(run)
+    batch = run.source.take(run.clock, lambda: None)
+    assert batch is not None
+    plane: Any = run.kit.plane
+    plane.put(batch, {"truncated": torch.tensor([0.0, 1.0, 1.0, 0.0]), "reward": torch.tensor([1.0, 1.0, -2.0, 0.5])})
+    advantages = plane.get(run.algorithm.enrich(batch, run.kit), ["advantages", "reward", "loss_mask"])
+    rows = zip(advantages["advantages"], advantages["loss_mask"], strict=True)
+    assert [float(row[mask > 0][0]) for row, mask in rows] == [1.0, 0.75, -2.25, 0.5]
+    assert advantages["reward"].tolist() == [1.0, 1.0, -2.0, 0.5]
+    run.source.close()
+    run.checkpoints.shutdown()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -9,23 +9,25 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from surefoot.config_file import algorithm_config, parse_config
 from surefoot.data.encode import Encoder
 from surefoot.data.prepare import prepare
+from surefoot.data.rows import Prompt
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.errors import RolloutError, StaleWeights, StopRequested
 from surefoot.rollout.config import EvaluationConfig
-from surefoot.rollout.conversations import Conversations
-from surefoot.rollout.evaluation import evaluate, pass_at_k
+from surefoot.rollout.conversations import Conversations, Said
+from surefoot.rollout.evaluation import evaluate, majority_passes, pass_at_k, voted_answer
 from surefoot.rollout.rewards import RewardError, load_rewards
-from surefoot.rollout.rollouts import Rollouts
+from surefoot.rollout.rollouts import Request, Rollout, Rollouts
 from surefoot.rollout.source import RolloutSource
 from surefoot.types import BatchRef, Clock, Completion, Kit, Sampling
 from tests.helpers import tokenizers as tiny
@@ -436,7 +438,7 @@ TOOLS = {"name": "tools", "timeout_s": 1.0, "options": {"tools": ["tests.rollout
 
 def test_tools_that_hang_are_counted_and_too_many_end_the_run(make: Make, tmp_path: Path) -> None:
     options = ("generation.max_new_tokens=300", "max_reward_failures=0.02")
-    rewards = [here(lambda completions, **_: [float(len(messages)) for messages in completions], "messages")]
+    rewards = [here(lambda completions, **_: [3.0 if isinstance(c, list) else 1.0 for c in completions], "length")]
     source, kit = make(Scripted(hanging(tmp_path)), *options, environment=TOOLS, rewards=rewards, length=900)
     ref = took(source)
     assert len(ref) == 4 and source.metrics["failed_turns"].value == 2.0
@@ -476,6 +478,60 @@ def test_evaluation_measures_reward_and_pass_at_k(make: Make) -> None:
     assert found["held/reward/right"] == found["reward/right"] == found["held/pass@1"] == 0.25
     assert (found["pass@2"], found["pass@4"], found["reward"]) == (0.5, 1.0, 0.0)
     assert found["truncated"] == 0.0
+    # "no" has three votes of four, and the right number one.
+    assert found["majority@4"] == found["held/majority@4"] == 0.0
+    chosen = EvaluationConfig(num_generations_per_prompt=4, pass_at_k=[3], pass_reward="right")
+    names = evaluate(kit.rollouts, {"h": kit.train_data}, chosen, nothing)
+    assert [name for name in names if name.startswith("pass")] == ["pass@3"]
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ([("4", True), ("5", False), ("4", True)], 1.0),
+        ([("5", False), ("5", False), ("4", True)], 0.0),
+        ([("4", True), ("5", False)], 0.5),  # as many votes for either
+        ([("4", True), ("4", False), ("5", False)], 0.5),  # one of the two is in the wrong form, say
+        ([("", False), ("", False), ("4", True)], 1.0),  # no answer is no vote
+        ([("", False)], 0.0),
+        ([("1", False), ("2", False), ("3", True)], 1 / 3),
+    ],
+)
+def test_the_majority_passes(votes: list[tuple[str, bool]], expected: float) -> None:
+    for order in permutations(votes):
+        assert majority_passes(order) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "vote"),
+    [
+        ("so it is 4.0", "4"),
+        ("1,200 apples", "1200"),
+        ("<answer> blue </answer> of 3", "blue"),
+        ("<answer>1</answer> no <answer>2</answer>", "2"),
+        (" perhaps\n", "perhaps"),
+        ("0.50", "0.5"),
+        ("100", "100"),
+        ("9" * 40, "9" * 40),
+        ("", ""),
+    ],
+)
+def test_what_a_completion_votes_for(text: str, vote: str) -> None:
+    said = Said(messages=[{"role": "assistant", "content": text}])
+    assert voted_answer(Rollout(Request("g", 0, Prompt("here", "q", None, None, {}), ()), said)) == vote
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations_per_prompt": 4, "pass_at_k": [1, 5]}, "pass@5 is estimated from at least 5 completions"),
+        ({"pass_at_k": [0]}, "greater than 0"),
+        ({"num_generations_per_prompt": 2, "temperature": 0}, "the same completion 2 times"),
+    ],
+)
+def test_an_evaluation_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        EvaluationConfig(**settings)
 
 
 @pytest.mark.parametrize(("n", "passed", "k"), [(5, 0, 2), (5, 2, 3), (5, 5, 1), (6, 1, 6), (4, 3, 2)])
