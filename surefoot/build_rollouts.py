@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ from surefoot.checkpoint import Arena
 from surefoot.config import RunConfig, TokenizerConfig
 from surefoot.config_file import algorithm_config
 from surefoot.data.encode import Encoder
+from surefoot.data.prepare import Dataset
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import lora, models
 from surefoot.engine.folder import GENERATION_FILE, fingerprint, weights_by_name
@@ -68,6 +69,13 @@ def rollouts(
     made = Rollouts(tokenizer, rewards, conversations, seed=config.seed, max_failures=share)
     opened.callback(made.close)
     return made
+
+
+def check_columns(rollouts: Rollouts | None, datasets: Iterable[Dataset]) -> None:
+    """Raises `RewardError` when a reward function needs a column that a data set lacks."""
+    if rollouts is not None:
+        for dataset in datasets:
+            rollouts.check(dataset.prompts)
 
 
 def _reward_model(name: str, config: RolloutRunConfig) -> RewardModel:

@@ -115,7 +115,7 @@ def evaluate(
         _require_all_fit(dataset, source, longest)
         rollouts = build_rollouts.rollouts(config, tokenizer, talk, opened)
         assert rollouts is not None
-        rollouts.check([(f"row {i}", prompt) for i, prompt in enumerate(dataset.prompts[:_ROWS_MADE])])
+        rollouts.check(dataset.prompts)
         loaded = found.load(tokenizer)
         slots = min(config.generation.num_slots, len(dataset) * config.evaluation.num_generations_per_prompt)
         if isinstance(found.run, RolloutRunConfig):

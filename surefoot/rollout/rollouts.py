@@ -116,11 +116,11 @@ class Rollouts:
                 )
         return done
 
-    def check(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
-        """Whether the reward functions find their columns in the rows of these prompts, given with their names. Raises
-        `RewardError`."""
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Whether the reward functions find their columns among those of these prompts. Raises `RewardError`."""
         if self._rewards is not None:
-            self._rewards.check([Scored(name, prompt.given, "", prompt.columns, ()) for name, prompt in prompts])
+            columns = {name: value for prompt in reversed(prompts) for name, value in prompt.columns.items()}
+            self._rewards.check([Scored("any", prompts[0].given, "", columns, ())])
 
     def score(self, rollouts: Sequence[Rollout], poll: Poll) -> Scores:
         """Raises `RewardError` as `Rewards.score` does. An environment's own reward is called "environment"."""
