@@ -134,10 +134,11 @@ def _assembled(
     plane = MemoryPlane()
     builder = EngineBuilder(specs, config, tokenizer, point, plane)
     builder.check_folders()
-    conversations = build_rollouts.conversations(config, tokenizer)
+    conversations = build_rollouts.conversations(config, tokenizer, opened)
     train_data, validation_data = _datasets(config, tokenizer, console, rows=algorithm.rows, opener=conversations)
     engines: dict[str, Engine] = {}  # filled below: how long the run is, and so its schedule, follows from the source
     rollouts = build_rollouts.rollouts(config, tokenizer, conversations, opened)
+    build_rollouts.check_columns(rollouts, (train_data, *validation_data.values()))
     timeline, completions = Timeline(time.perf_counter), Completions(Path(config.run_dir) / "completions")
     data = (tokenizer, train_data, validation_data)
     kit = Kit(config, *data, engines, plane, rollouts, timeline.phase, completions.write)
