@@ -139,8 +139,7 @@ class PPO(PolicyGradient):
         """The coefficient waits for the policy's first step: before it there is no KL."""
         adaptive = self.config.adaptive_kl
         if adaptive is not None and "loss" in metrics:
-            kl = metrics["kl"].value
-            self._kl_coefficient = adaptive.next(self._kl_coefficient, kl, self.config.rows_per_step)
+            self._kl_coefficient = adaptive.next(self._kl_coefficient, metrics["kl"].value, self.config.rows_per_step)
 
     def snapshot(self) -> Writer:
         state = {"kl_coefficient": self._kl_coefficient}
