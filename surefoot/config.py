@@ -384,9 +384,6 @@ _METRIC_GROUPS = ("reward", "rewards", "logps", "loss", "scores", "bco")  # of m
 class RunConfig(Section):
     """A whole run. The algorithm's own section, named by the algorithm, is added by `load_config`.
 
-    A subclass with a field of type `ModelConfig` has a further model in a section of its own. What that leaves out is
-    the policy's; a section inside it, such as `optimizer`, is left out or given as a whole.
-
     Attributes:
         max_num_steps: the run ends at this step or after `max_num_epochs`, whichever comes first; one must be given.
         val_period: validate at steps divisible by it; 0: never.
@@ -407,7 +404,8 @@ class RunConfig(Section):
 
     @classmethod
     def further_models(cls) -> list[str]:
-        """The sections of models beside the policy."""
+        """The sections of models beside the policy, which are the fields of type `ModelConfig`. A key that is left out
+        in one is the policy's; a section in it, such as `optimizer`, is given as a whole."""
         return [name for name, info in cls.model_fields.items() if info.annotation is ModelConfig]
 
     def engine(self, section: str) -> EngineConfig:

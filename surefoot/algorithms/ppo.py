@@ -80,7 +80,7 @@ class PPOConfig(PolicyGradientConfig):
 
 
 class PPORunConfig(RolloutRunConfig):
-    """`value`: the value model. Default: the policy's model, with a new score head in place of its own."""
+    """`value`: the value model. What is left out in it is the policy's; so is the model, with a new score head."""
 
     value: ModelConfig
 
