@@ -3,7 +3,7 @@ algorithms' own sections that says what is sampled."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -67,6 +67,8 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
         dynamic_sampling_allow_fewer: when these are used up, go on with the groups found, at least one; else it is an
             error.
     """
+
+    compares_siblings: ClassVar[bool] = True  # nothing is learned from completions of one prompt with equal rewards
 
     num_prompts_per_step: PositiveInt = 4
     num_generations_per_prompt: PositiveInt = 8

@@ -249,7 +249,7 @@ class RolloutSource(CursorSource):
 
     def _warn_of_flat_steps(self, flat: bool) -> None:
         self._flat_steps = self._flat_steps + 1 if flat else 0
-        if self._flat_steps == _FLAT_STEPS:
+        if self._flat_steps == _FLAT_STEPS and self._config.compares_siblings:
             _log.warning(
                 "in %d steps in a row the completions of each prompt had equal rewards: nothing is learned from them. "
                 "Take easier or harder prompts, a finer reward or more num_generations_per_prompt",
