@@ -21,6 +21,7 @@ from surefoot.engine import lora, models
 from surefoot.engine.folder import GENERATION_FILE, fingerprint, weights_by_name
 from surefoot.engine.local import LocalEngine
 from surefoot.generation.torch_sampler import TorchSampler
+from surefoot.generation.vllm import VLLMSampler, require_vllm
 from surefoot.rollout.config import RolloutAlgorithmConfig, RolloutRunConfig
 from surefoot.rollout.conversations import Conversations
 from surefoot.rollout.reward_model import RewardModel
@@ -36,6 +37,12 @@ def longest_row(config: RunConfig) -> int:
     """Tokens of a row of the data sets: a prompt leaves room for what is sampled."""
     room = config.generation.max_new_tokens if isinstance(config, RolloutRunConfig) else 0
     return config.policy.max_total_sequence_length - room
+
+
+def check_backend(config: RunConfig) -> None:
+    """Raises `ConfigError` when what samples is not installed."""
+    if isinstance(config, RolloutRunConfig) and config.generation.backend == "vllm":
+        require_vllm()
 
 
 def conversations(config: RunConfig, tokenizer: Any) -> Conversations | None:
@@ -85,17 +92,8 @@ def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.Load
     """What samples from the policy, connected to the rollouts: a model of its own, which weights are published to."""
     if rollouts is None or not isinstance(config, RolloutRunConfig):
         return []
-    section, algorithm = config.generation, algorithm_config(config)
-    rows = algorithm.rows_per_step if isinstance(algorithm, RolloutAlgorithmConfig) else section.num_slots
-    model = _copy(policy).to(device=models.resolve_device(config.policy.device), dtype=_dtype(config))
-    sampler = TorchSampler(
-        model,
-        weights_by_name(model),
-        tokenizer=policy.tokenizer,
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        slots=min(section.num_slots, rows),  # each step computes all of them
-        exact=section.exact,
-    )
+    section = config.generation
+    sampler = _sampler(config, policy)
     if not sampler.exact:
         _log.warning(
             "completions depend on what else is sampled with them: a run that is killed and resumed goes on well, and "
@@ -112,6 +110,31 @@ def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.Load
     )
     rollouts.connect(sampler, sampling)
     return [sampler]
+
+
+def _sampler(config: RolloutRunConfig, policy: models.LoadedModel) -> TorchSampler | VLLMSampler:
+    section, algorithm = config.generation, algorithm_config(config)
+    model = _copy(policy).to(dtype=_dtype(config))
+    length = config.policy.max_total_sequence_length
+    if section.backend == "vllm":
+        return VLLMSampler(
+            model,
+            weights_by_name(model),
+            tokenizer=policy.tokenizer,
+            max_total_sequence_length=length,
+            slots=section.num_slots,
+            kv_cache_gib=section.kv_cache_gib,
+        )
+    rows = algorithm.rows_per_step if isinstance(algorithm, RolloutAlgorithmConfig) else section.num_slots
+    model.to(models.resolve_device(config.policy.device))
+    return TorchSampler(
+        model,
+        weights_by_name(model),
+        tokenizer=policy.tokenizer,
+        max_total_sequence_length=length,
+        slots=min(section.num_slots, rows),  # each step computes all of them
+        exact=section.exact,
+    )
 
 
 def checksum(config: RunConfig) -> Callable[[Mapping[str, Tensor]], str]:
