@@ -32,6 +32,7 @@ from surefoot.types import Completion, Sampling
 T = TypeVar("T")
 
 _WEIGHTS = "model.safetensors"
+_SHUTDOWN_S = 20.0  # then it is killed
 
 
 def require_vllm() -> None:
@@ -58,7 +59,8 @@ class VLLMSampler:
 
     Raises:
         ConfigError: vLLM is not installed.
-        ModelError: the model cannot read `max_total_sequence_length` tokens, or vLLM cannot run it.
+        ModelError: the model cannot read `max_total_sequence_length` tokens, or vLLM cannot run it, or otherwise than
+            Transformers does.
     """
 
     exact = False
@@ -118,18 +120,13 @@ class VLLMSampler:
             NonFiniteError: the model puts out NaN or infinite log-probs.
             RolloutError: vLLM failed.
         """
-        request = make_request(
-            prompt_ids,
-            sampling,
-            seed=seed,
-            group=group,
-            index=index,
-            texts=self._texts,
-            vocabulary=self._vocabulary,
-            max_length=self._max_length,
-        )
+        request = self._request(prompt_ids, sampling, seed=seed, group=group, index=index)
         params = self._params(request, derive_seed(seed, "sample", group, index))
         return await asyncio.wrap_future(self._submit(self._complete(request, params)))
+
+    def _request(self, prompt: Sequence[int], sampling: Sampling, *, seed: int, group: str, index: int) -> Request:
+        limits = {"vocabulary": self._vocabulary, "max_length": self._max_length}
+        return make_request(prompt, sampling, seed=seed, group=group, index=index, texts=self._texts, **limits)
 
     def _params(self, request: Request, seed: int) -> Any:
         from vllm import SamplingParams
@@ -161,7 +158,7 @@ class VLLMSampler:
             self._running.add(task := _this_task())
             task.add_done_callback(self._running.discard)
         self._num_requests += 1
-        prompt = {"prompt_token_ids": list(request.prompt)}
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt)}
         try:
             async with aclosing(self._engine.generate(prompt, params, str(self._num_requests))) as outputs:
                 async for output in outputs:
@@ -259,8 +256,9 @@ class VLLMSampler:
             try:
                 await self._engine.collective_rpc("surefoot_stay_with", args=(os.getpid(),))
                 self._checksum = await self._load(Path(folder))
+                await self._check(model)
             except BaseException:
-                self._engine.shutdown()
+                self._engine.shutdown(timeout=_SHUTDOWN_S)
                 raise
         del model, weights
         started.set_result(None)
@@ -270,7 +268,34 @@ class VLLMSampler:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
-            self._engine.shutdown()
+            self._engine.shutdown(timeout=_SHUTDOWN_S)
+            del self._engine
+
+    async def _check(self, model: Any) -> None:
+        """A few tokens show whether vLLM can run the model, and whether it has taken the weights: it began with others.
+
+        Raises:
+            ModelError: it cannot, or its log-probs are not the model's own.
+        """
+        length = min(8, self._max_length - 1)
+        prompt = [token * 7 % self._vocabulary for token in range(length)]
+        sampling = Sampling(max_new_tokens=4, temperature=0.0)
+        request = self._request(prompt, sampling, seed=0, group="check", index=0)
+        kind = type(model).__name__
+        try:
+            done = await self._complete(request, self._params(request, seed=0))
+        except RolloutError as error:
+            raise ModelError(f"vLLM cannot run a {kind}: {error}") from error
+        ids = torch.tensor([[*prompt, *done.ids]], device=model.device)
+        with torch.inference_mode():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+        expected = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[length - 1 :, 0].cpu()
+        difference = float((torch.tensor(done.logprobs) - expected).abs().max())
+        if not difference <= float(logits.abs().max()) * (1e-3 if model.dtype == torch.float32 else 0.1):
+            raise ModelError(
+                f"vLLM does not compute a {kind} as Transformers does: the log-probs of {len(done.ids)} tokens differ "
+                f"by up to {difference:.2g}. Set generation.backend to torch"
+            )
 
     def close(self) -> None:
         """End the engine, its process and the thread. Requests in flight fail. Safe to call twice."""
@@ -300,6 +325,7 @@ def _start_engine(model: Any, folder: str, options: Mapping[str, Any]) -> Any:
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
                     model=folder,
+                    load_format="dummy",  # the weights come as all later ones do
                     skip_tokenizer_init=True,
                     generation_config="vllm",  # none of the folder's
                     logprobs_mode="processed_logprobs",

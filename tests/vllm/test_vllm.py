@@ -34,8 +34,12 @@ from tests.helpers.memory_path import memory_path
 __all__ = ["memory_path"]
 
 
+def model(name: str = "untied llama", **settings: Any) -> Any:
+    return kit.model(name, **{"n_embd" if name == "gpt2" else "hidden_size": 64, "initializer_range": 0.15, **settings})
+
+
 def sampler(of: Any = None, **options: Any) -> VLLMSampler:
-    of = kit.model() if of is None else of
+    of = model() if of is None else of
     options = {"max_total_sequence_length": kit.LENGTH, "slots": 8, "kv_cache_gib": 0.05, **options}
     return VLLMSampler(of, weights_by_name(of), **options)
 
@@ -125,12 +129,12 @@ def test_settings_that_vllm_would_change_are_refused() -> None:
 
 
 def test_bfloat16_rounds_the_weights_it_gets() -> None:
-    made = sampler(kit.model().bfloat16(), max_total_sequence_length=kit.LENGTH)
-    weights = {name: tensor * 2 for name, tensor in weights_by_name(kit.model()).items()}
+    made = sampler(model().bfloat16(), max_total_sequence_length=kit.LENGTH)
+    weights = {name: tensor * 2 for name, tensor in weights_by_name(model()).items()}
     made.assign(weights, 1)
     rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
     assert made.weights_checksum() == fingerprint(rounded)
-    of = kit.model()
+    of = model()
     with torch.no_grad():
         for name, tensor in weights_by_name(of).items():
             tensor.copy_(rounded[name])
@@ -142,7 +146,7 @@ def test_bfloat16_rounds_the_weights_it_gets() -> None:
 
 @pytest.mark.parametrize("name", ["tied qwen3", "gpt2"])
 def test_other_models_follow_their_updates(name: str) -> None:
-    of = kit.model(name)
+    of = model(name)
     made = sampler(of)
     for version in range(1, 3):
         with torch.no_grad():
@@ -159,6 +163,7 @@ def test_grpo_trains_on_what_it_samples(memory_path: Path) -> None:
     """The whole run: weights published each step, checksums compared, and the sampler is the trainer to rounding."""
     before = children()
     options = ("generation.backend=vllm", "generation.exact=false", "generation.kv_cache_gib=0.05")
+    options += ("policy.model_init.hidden_size=128",)  # heads of 32
     run = runs.started(runs.write_project(memory_path, case="grpo"), *options, "max_num_steps=4", "val_period=2")
     loop.train(run)
     lines = [line for line in runs.metric_lines(memory_path / "run") if line["kind"] == "train"]
