@@ -283,7 +283,7 @@ class VLLMSampler:
         request = self._request(prompt, sampling, seed=0, group="check", index=0)
         kind = type(model).__name__
         try:
-            done = await self._complete(request, self._params(request, seed=0))
+            done = await asyncio.create_task(self._complete(request, self._params(request, seed=0)))
         except RolloutError as error:
             raise ModelError(f"vLLM cannot run a {kind}: {error}") from error
         ids = torch.tensor([[*prompt, *done.ids]], device=model.device)
