@@ -287,6 +287,7 @@ class VLLMSampler:
         except RolloutError as error:
             raise ModelError(f"vLLM cannot run a {kind}: {error}") from error
         ids = torch.tensor([[*prompt, *done.ids]], device=model.device)
+        model.eval()
         with torch.inference_mode():
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
         expected = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[length - 1 :, 0].cpu()

@@ -26,7 +26,7 @@ from surefoot.engine.folder import fingerprint, weights_by_name
 from surefoot.errors import ConfigError, ModelError, RolloutError
 from surefoot.generation.vllm import VLLMSampler
 from surefoot.types import Sampling
-from tests.contract.generator_contract import GeneratorContract, call
+from tests.contract.generator_contract import PROMPTS, GeneratorContract, Pair, call, sample
 from tests.generation import kit
 from tests.helpers import runs
 from tests.helpers.memory_path import memory_path
@@ -59,6 +59,23 @@ class TestVLLMSampler(GeneratorContract):
     @classmethod
     def start(cls, model: Any, weights: Mapping[str, torch.Tensor], **options: Any) -> VLLMSampler:
         return VLLMSampler(model, weights, slots=16, kv_cache_gib=0.1, **options)
+
+    def test_settings_that_vllm_would_change_are_refused(self, pair: Pair) -> None:
+        for sampling, named in [
+            (Sampling(1, temperature=0.001), "from 0.01 to 2, or at 0, found 0.001"),
+            (Sampling(1, temperature=2.5), "from 0.01 to 2, or at 0, found 2.5"),
+            (Sampling(1, top_p=0.9, min_p=0.1), "min_p before top_p"),
+        ]:
+            with pytest.raises(ConfigError, match=named):
+                asyncio.run(call(pair.generator, [5], sampling))
+
+    def test_a_sample_is_the_same_alone_but_for_rounding(self, pair: Pair) -> None:
+        """Which changes no draw of so few tokens."""
+        together = sample(pair.generator, Sampling(20))
+        for i, (prompt, done) in enumerate(zip(PROMPTS, together, strict=True)):
+            alone = asyncio.run(call(pair.generator, prompt, Sampling(20), group=f"e0_d{i}"))
+            assert alone.ids == done.ids
+            assert alone.logprobs == pytest.approx(done.logprobs, abs=1e-5)
 
 
 def test_nothing_is_left_behind() -> None:
@@ -115,19 +132,6 @@ def test_an_engine_that_dies_is_an_error() -> None:
     made.close()
 
 
-def test_settings_that_vllm_would_change_are_refused() -> None:
-    made = sampler()
-    for sampling, named in [
-        (Sampling(1, temperature=0.001), "from 0.01 to 2, or at 0, found 0.001"),
-        (Sampling(1, temperature=2.5), "from 0.01 to 2, or at 0, found 2.5"),
-        (Sampling(1, top_p=0.9, min_p=0.1), "min_p before top_p"),
-        (Sampling(1, stop=("w1",)), "needs a tokenizer"),
-    ]:
-        with pytest.raises(ConfigError, match=named):
-            asyncio.run(call(made, [5], sampling))
-    made.close()
-
-
 def test_bfloat16_rounds_the_weights_it_gets() -> None:
     made = sampler(model().bfloat16(), max_total_sequence_length=kit.LENGTH)
     weights = {name: tensor * 2 for name, tensor in weights_by_name(model()).items()}
@@ -170,21 +174,3 @@ def test_grpo_trains_on_what_it_samples(memory_path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["generator_mismatch/max"] < 1e-4 for line in lines), json.dumps(lines)
     assert children() <= before
-
-
-def test_samples_are_the_same_in_another_engine() -> None:
-    """But for rounding, which changes no draw of so few tokens."""
-    found = []
-    for slots in (1, 8):
-        made = sampler(slots=slots, max_total_sequence_length=kit.LENGTH)
-        prompts = sample_short(made)
-        found.append(prompts)
-        made.close()
-    assert found[0] == found[1]
-
-
-def sample_short(of: VLLMSampler) -> list[tuple[int, ...]]:
-    async def work() -> list[Any]:
-        return await asyncio.gather(*(call(of, prompt, Sampling(20), index=i) for i, prompt in enumerate(kit.PROMPTS)))
-
-    return [done.ids for done in asyncio.run(work())]
