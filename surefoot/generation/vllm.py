@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib.util
+import multiprocessing
 import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -92,12 +93,17 @@ class VLLMSampler:
             "max_num_seqs": slots,
             "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
         }
-        started: Future[None] = Future()
+        ready: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._work, args=(started, model, weights, options), name="surefoot-vllm", daemon=True
+            target=asyncio.run, args=(self._live(ready),), name="surefoot-vllm", daemon=True
         )
         self._thread.start()
-        started.result()
+        ready.result()
+        try:
+            self._submit(self._start(model, weights, options)).result()
+        except BaseException:
+            self.close()
+            raise
 
     # -------------------------------------------------------------------------------------------------------- sampling
 
@@ -237,39 +243,24 @@ class VLLMSampler:
                 raise RuntimeError("the sampler was closed") from None
             raise
 
-    def _work(self, started: Future[None], *args: Any) -> None:
-        try:
-            asyncio.run(self._live(started, *args))
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(error)
-
-    async def _live(
-        self, started: Future[None], model: Any, weights: Mapping[str, Tensor], options: Mapping[str, Any]
-    ) -> None:
-        """The engine's whole life."""
+    async def _live(self, ready: Future[None]) -> None:
+        """The thread's whole life: others submit the work."""
         self._loop, self._end, self._turn = asyncio.get_running_loop(), asyncio.Event(), asyncio.Lock()
-        with TemporaryDirectory(prefix="surefoot-") as folder:
-            self._write(weights, Path(folder))
-            self._engine = _start_engine(model, folder, options)
-            try:
-                await self._engine.collective_rpc("surefoot_stay_with", args=(os.getpid(),))
-                self._checksum = await self._load(Path(folder))
-                await self._check(model)
-            except BaseException:
-                self._engine.shutdown(timeout=_SHUTDOWN_S)
-                raise
-        del model, weights
-        started.set_result(None)
-        try:
+        with _reaped(), ExitStack() as self._opened:
+            ready.set_result(None)
             await self._end.wait()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        finally:
-            self._engine.shutdown(timeout=_SHUTDOWN_S)
-            del self._engine
+
+    async def _start(self, model: Any, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
+        with TemporaryDirectory(prefix="surefoot-") as folder:
+            self._write(weights, Path(folder))
+            self._engine = _start_engine(model, folder, options)
+            self._opened.callback(self._engine.shutdown, timeout=_SHUTDOWN_S)
+            await self._engine.collective_rpc("surefoot_stay_with", args=(os.getpid(),))
+            self._checksum = await self._load(Path(folder))
+            await self._check(model)
 
     async def _check(self, model: Any) -> None:
         """A few tokens show whether vLLM can run the model, and whether it has taken the weights: it began with others.
@@ -283,7 +274,7 @@ class VLLMSampler:
         request = self._request(prompt, sampling, seed=0, group="check", index=0)
         kind = type(model).__name__
         try:
-            done = await asyncio.create_task(self._complete(request, self._params(request, seed=0)))
+            done = await self._complete(request, self._params(request, seed=0))
         except RolloutError as error:
             raise ModelError(f"vLLM cannot run a {kind}: {error}") from error
         ids = torch.tensor([[*prompt, *done.ids]], device=model.device)
@@ -339,6 +330,18 @@ def _start_engine(model: Any, folder: str, options: Mapping[str, Any]) -> Any:
             )
         except Exception as error:
             raise ModelError(f"vLLM cannot run a {type(model).__name__}: {error}") from error
+
+
+@contextmanager
+def _reaped() -> Iterator[None]:
+    """vLLM does not wait for an engine that it has killed."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    finally:
+        for process in set(multiprocessing.active_children()) - before:
+            if process.name.startswith("EngineCore"):
+                process.join(_SHUTDOWN_S)
 
 
 @contextmanager
