@@ -85,6 +85,7 @@ class VLLMSampler:
         self._tasks: set[asyncio.Task[Any]] = set()  # one for each call in flight
         self._running: set[asyncio.Task[Any]] = set()  # those of samples that vLLM has
         self._num_requests = 0
+        self._engine: Any = None
         self._closed = False
         self.version = 0
         options = {
@@ -252,6 +253,7 @@ class VLLMSampler:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._engine = None  # at the interpreter's end it could no longer be let go in good order
 
     async def _start(self, model: Any, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
         with TemporaryDirectory(prefix="surefoot-") as folder:
