@@ -127,6 +127,7 @@ def _assembled(
     console: Console,
 ) -> Run:
     algorithm = load_algorithm(config.algorithm)(algorithm_config(config))
+    build_rollouts.check_backend(config)
     if config.policy.num_threads is not None:
         torch.set_num_threads(config.policy.num_threads)
     specs = algorithm.engines()

@@ -22,6 +22,7 @@ from surefoot.engine import lora, models
 from surefoot.engine.folder import GENERATION_FILE, fingerprint, weights_by_name
 from surefoot.engine.local import LocalEngine
 from surefoot.generation.torch_sampler import TorchSampler
+from surefoot.generation.vllm import VLLMSampler, require_vllm
 from surefoot.rollout.config import RolloutAlgorithmConfig, RolloutRunConfig
 from surefoot.rollout.conversations import Conversations
 from surefoot.rollout.reward_model import RewardModel
@@ -37,6 +38,12 @@ def longest_row(config: RunConfig) -> int:
     """Tokens of a row of the data sets: a prompt leaves room for what is sampled."""
     room = config.generation.max_new_tokens if isinstance(config, RolloutRunConfig) else 0
     return config.policy.max_total_sequence_length - room
+
+
+def check_backend(config: RunConfig) -> None:
+    """Raises `ConfigError` when what samples is not installed."""
+    if isinstance(config, RolloutRunConfig) and config.generation.backend == "vllm":
+        require_vllm()
 
 
 def conversations(config: RunConfig, tokenizer: Any, opened: ExitStack) -> Conversations | None:
@@ -112,16 +119,7 @@ def connect(
     Args:
         slots: each step computes all of them.
     """
-    section = config.generation
-    model = model.to(device=models.resolve_device(config.policy.device), dtype=_dtype(config))
-    sampler = TorchSampler(
-        model,
-        weights_by_name(model),
-        tokenizer=policy.tokenizer,
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        slots=slots,
-        exact=section.exact,
-    )
+    section, sampler = config.generation, _sampler(config, policy, model, slots)
     if not sampler.exact:
         _log.warning(
             "completions depend on what else is sampled with them: a run that is killed and resumed goes on well, and "
@@ -138,6 +136,22 @@ def connect(
     )
     rollouts.connect(sampler, sampling)
     return sampler
+
+
+def _sampler(
+    config: RolloutRunConfig, policy: models.LoadedModel, model: Any, slots: int
+) -> TorchSampler | VLLMSampler:
+    section = config.generation
+    model = model.to(dtype=_dtype(config))
+    given: dict[str, Any] = {
+        "tokenizer": policy.tokenizer,
+        "max_total_sequence_length": config.policy.max_total_sequence_length,
+        "slots": slots,
+    }
+    if section.backend == "vllm":
+        return VLLMSampler(model, weights_by_name(model), kv_cache_gib=section.kv_cache_gib, **given)
+    model.to(models.resolve_device(config.policy.device))
+    return TorchSampler(model, weights_by_name(model), exact=section.exact, **given)
 
 
 def checksum(config: RunConfig) -> Callable[[Mapping[str, Tensor]], str]:

@@ -275,7 +275,7 @@ class GenerationConfig(Section):
     """How completions are sampled from the policy.
 
     Attributes:
-        backend: "torch" samples in this process.
+        backend: "torch" samples in this process, "vllm" with vLLM, in a process beside it.
         max_new_tokens: of one completion; prompts that leave less room in `policy.max_total_sequence_length` are
             dropped.
         temperature: log-probs are taken at it on every side. 0 takes the likeliest token, which only a validation may.
@@ -284,12 +284,13 @@ class GenerationConfig(Section):
         stop: texts that end a completion, besides the model's own end-of-turn tokens.
         num_slots: completions sampled at a time, at most.
         exact: a completion and its log-probs do not depend, in a single bit, on what else is being sampled. Without it
-            sampling is a little faster, and a resumed run is not the straight one bit for bit.
+            sampling is a little faster, and a resumed run is not the straight one bit for bit. vLLM cannot do it.
         precision: of the sampler; default: the policy's. In bfloat16 its log-probs are not the trainer's: see
             `importance_sampling_correction`.
+        kv_cache_gib: room for the keys and values of all running completions, with vLLM.
     """
 
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "vllm"] = "torch"
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeReal = 1.0
     top_k: NonNegativeInt = 0
@@ -299,6 +300,32 @@ class GenerationConfig(Section):
     num_slots: PositiveInt = 64
     exact: bool = True
     precision: Literal["float32", "bfloat16"] | None = None
+    kv_cache_gib: PositiveReal = 1.0
+
+    def check(self, temperature: float) -> None:
+        """Raises `ValueError` when the backend does not sample as told, or at this temperature."""
+        if self.backend != "vllm":
+            return
+        if self.exact:
+            raise ValueError(
+                "generation.exact: with vLLM a completion depends, in its last bits, on what else is being sampled; "
+                "set it to false, or generation.backend to torch"
+            )
+        reason = why_not_vllm(temperature, top_p=self.top_p, min_p=self.min_p)
+        if reason:
+            raise ValueError(f"generation.backend: vllm: {reason}")
+
+
+def why_not_vllm(temperature: float, *, top_p: float, min_p: float) -> str:
+    """In words, why vLLM would sample otherwise than told; empty if it does as told."""
+    if temperature != 0 and not 0.01 <= temperature <= 2:
+        return f"vLLM samples at temperatures from 0.01 to 2, or at 0, found {temperature:g}"
+    if top_p < 1 and min_p > 0:
+        return (
+            f"vLLM applies min_p before top_p, and so samples from other tokens than those of top_p {top_p:g}, then "
+            f"min_p {min_p:g}: set one of the two"
+        )
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints, views

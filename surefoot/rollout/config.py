@@ -129,6 +129,9 @@ class RolloutRunConfig(RunConfig):
                 f"generation.max_new_tokens ({new}) must be below policy.max_total_sequence_length ({whole}), which "
                 "holds the prompt too"
             )
+        for temperature in (self.generation.temperature, self.evaluation.temperature):
+            if temperature is not None:
+                self.generation.check(temperature)
         known = [reward.shown_as for reward in self.rewards] + ["environment"] * (self.environment is not None)
         if self.evaluation.pass_reward not in (None, *known):
             raise ValueError(
