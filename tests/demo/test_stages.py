@@ -1,45 +1,42 @@
-"""The further stages: what they read, their order, what is measured; and each of them once, for two steps."""
+"""The stages: what they read, their order, what is measured; and each of them once, for two steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from surefoot.config_file import load_config
-from surefoot.demo import closing, further, measure, story, task
+from surefoot.demo import closing, measure, story, task
 from surefoot.demo.folder import DemoFolder, claimed
-from surefoot.demo.stages import STAGES, WRONG_SHARE, Limit, Stage
+from surefoot.demo.stages import FURTHER, GRPO, SFT, STAGES, WRONG_SHARE, Limit, Stage
 from surefoot.demo.watch import WatchedRun
 from tests.helpers.runs import trained
-
-ALL = [stage for side_by_side in STAGES for stage in side_by_side]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoFolder]:
     with claimed(tmp_path_factory.mktemp("demo") / 'a "quoted" {place}') as folder:
         folder.fill(seed=3)
-        further.fill(folder, seed=3)
         yield folder
 
 
 def test_a_stage_begins_with_what_an_earlier_one_ended_with() -> None:
     done: set[str] = set()
-    for side_by_side in STAGES:
+    for side_by_side in ((SFT,), (GRPO,), *FURTHER):
         assert 1 <= len(side_by_side) <= 2  # one thread each, on two cores
         for stage in side_by_side:
             assert stage.recipe.begins_with is None or stage.recipe.begins_with.name in done
         done |= {stage.recipe.name for stage in side_by_side}
-    assert len(done) == len(ALL)
-    assert not done & {"sft", "straight", "killed", "again", "data", "tokenizer"}
+    assert len(done) == len(STAGES)
+    assert not done & {"straight", "killed", "again", "data", "tokenizer"}
 
 
-@pytest.mark.parametrize("stage", ALL, ids=lambda stage: stage.recipe.name)
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.recipe.name)
 def test_a_configuration_is_valid_and_names_what_is_there(folder: DemoFolder, stage: Stage) -> None:
     config = load_config(stage.recipe.config(folder.root))
     assert (config.algorithm, config.seed, config.policy.num_threads) == (stage.recipe.algorithm, 3, 1)
@@ -53,7 +50,7 @@ def test_a_configuration_is_valid_and_names_what_is_there(folder: DemoFolder, st
 
 
 def test_demonstrations_are_wrong_as_often_as_is_said(folder: DemoFolder) -> None:
-    true, shown = task.read_rows(folder.train), task.read_rows(folder.data / "demonstrations.jsonl")
+    true, shown = folder.rows("train"), folder.rows("demonstrations")
     assert [task.question(row) for row in shown] == [task.question(row) for row in true]
     pairs = [(task.expected_answer(a), task.expected_answer(b)) for a, b in zip(true, shown, strict=True)]
     wrong = [(right, said) for right, said in pairs if right != said]
@@ -63,7 +60,7 @@ def test_demonstrations_are_wrong_as_often_as_is_said(folder: DemoFolder) -> Non
 
 @pytest.mark.parametrize("name", ["guesses", "slips"])
 def test_preferences_are_right_against_wrong_and_heldout_sums_stay_held_out(folder: DemoFolder, name: str) -> None:
-    train, heldout = (task.read_rows(folder.data / f"{name}{end}.jsonl") for end in ("", "_heldout"))
+    train, heldout = (folder.rows(f"{name}{end}") for end in ("", "_heldout"))
     asked = [[pair["prompt"][0]["content"] for pair in pairs] for pairs in (train, heldout)]
     distances = []
     for pair in (*train, *heldout):
@@ -73,7 +70,7 @@ def test_preferences_are_right_against_wrong_and_heldout_sums_stay_held_out(fold
         distances.append(abs(int(chosen) - int(rejected)))
     assert set(distances) == {1, 2, 9, 10, 11} if name == "slips" else set(range(1, 99)) >= set(distances)
     assert min(distances) == 1 and (max(distances) > 80 or name == "slips")
-    assert asked[1] == [task.question(row) for row in task.read_rows(folder.heldout)]
+    assert asked[1] == [task.question(row) for row in folder.rows("heldout")]
     sums = [{frozenset(text.removesuffix("=").split("+")) for text in texts} for texts in asked]
     assert not sums[0] & sums[1]
 
@@ -83,7 +80,6 @@ def test_the_files_follow_from_the_seed(folder: DemoFolder, tmp_path: Path) -> N
     for seed in (3, 4):
         with claimed(tmp_path / str(seed)) as other:
             other.fill(seed)
-            further.fill(other, seed)
         same = [(other.data / f"{n}.jsonl").read_bytes() == (folder.data / f"{n}.jsonl").read_bytes() for n in names]
         assert same == [seed == 3] * 5
 
@@ -105,7 +101,7 @@ def test_a_limit_holds_or_not(limit: Limit, before: float, after: float, held: b
 
 def test_every_number_is_told_with_what_was_expected_and_whether_it_held(tmp_path: Path) -> None:
     stage = Stage(
-        dataclasses.replace(ALL[0].recipe, name="x"),
+        dataclasses.replace(SFT.recipe, name="x"),
         "about",
         measure.answers,
         {"sampled": Limit(0.9, gain=0.5), "greedy": Limit(0.9)},
@@ -132,24 +128,32 @@ def test_every_number_is_told_with_what_was_expected_and_whether_it_held(tmp_pat
 def test_the_demo_holds_when_each_of_its_parts_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool, everything: bool
 ) -> None:
-    outcome = closing.Outcome("dpo", "sampled", "25.0%", "70.0%", "at least 60%", held)
-    monkeypatch.setattr(
-        story, "_twice", lambda *_: [closing.Fact("loss", "3 -> 0"), closing.Fact("SIGKILL", "hit", True)]
-    )
-    monkeypatch.setattr(further, "tell", lambda *_: [outcome])
+    outcome = closing.Outcome("x", "sampled", "25.0%", "70.0%", "at least 60%", True)
+    done: list[str] = []
+
+    def side_by_side(stages: Sequence[Stage], *_: object) -> list[closing.Outcome]:
+        done.extend(stage.recipe.name for stage in stages)
+        return [outcome._replace(held=held or stages[0] is SFT)]
+
+    fact = closing.Fact("SIGKILL", "hit", True)
+    monkeypatch.setattr(story, "side_by_side", side_by_side)
+    monkeypatch.setattr(story, "twice", lambda *_: ([closing.Fact("loss", "3 -> 0"), fact], [outcome]))
     console = Console(file=io.StringIO(), width=120)
     assert story.tell(tmp_path / "demo", 0, console, further_stages=everything) is (held or not everything)
+    assert done == ["sft", "rm", "dpo"][: None if everything else 1]
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert ("What each method did" in shown) is ("surefoot score" in shown) is everything
+    assert "What each method did" in shown and ("surefoot score" in shown) is everything
+    monkeypatch.setattr(story, "twice", lambda *_: ([fact._replace(held=False)], [outcome]))
+    assert not story.tell(tmp_path / "demo", 0, console)
 
 
 def test_each_stage_trains_and_is_measured_before_and_after(folder: DemoFolder) -> None:
     """With real runs of two steps each, every stage on the weights that the one before it wrote."""
-    rows = task.read_rows(folder.heldout)[:20]
-    guesses, slips = (task.read_rows(folder.data / f"{name}_heldout.jsonl")[:20] for name in ("guesses", "slips"))
+    rows = folder.rows("heldout")[:20]
+    guesses, slips = (folder.rows(f"{name}_heldout")[:20] for name in ("guesses", "slips"))
     heldout = measure.Heldout(rows, guesses, slips, 3)
     base: Stage | None = None
-    for full in ALL:
+    for full in STAGES:
         begins_with = base.recipe if base is not None and full.recipe.begins_with else None
         recipe = dataclasses.replace(full.recipe, num_steps=2, period=2, val_rows=8, begins_with=begins_with)
         stage = dataclasses.replace(full, recipe=recipe)
