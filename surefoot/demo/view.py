@@ -110,11 +110,11 @@ def _measured(run: WatchedRun) -> str:
 
 
 def _where_the_time_goes(run: WatchedRun) -> tuple[Text, Text]:
-    """One bar of all phases, and its legend."""
+    """One bar of all phases, and a legend of those that show in it."""
     bar, legend = Text(), Text()
     for (name, share), colour in zip(run.shares().items(), _PHASE_COLOURS, strict=True):
-        if share > 0:
-            bar.append("█" * round(share * _BARS), colour)
+        if cells := round(share * _BARS):
+            bar.append("█" * cells, colour)
             legend.append(f"{name} {share:.0%}  ", colour)
     return bar, legend
 
