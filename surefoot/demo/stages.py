@@ -94,35 +94,40 @@ SFT = Stage(
     measure.answers,
     {SAMPLED: Limit(0.1, 0.4), GREEDY: Limit(0.5)},
 )
-_GRPO = """\
-grpo:
-  num_prompts_per_step: 32
-  num_generations_per_prompt: 8  # each is judged against the others of its prompt; 256 rows, 4 optimizer steps
+_SAMPLING = """\
 
 generation: { max_new_tokens: 4 }  # three digits and the end of the turn
 
 rewards:
   - { name: exact_match }  # 1 for the very digits, else 0
 """
+on_prompts = partial(
+    Recipe,
+    period=25,
+    rows=64,
+    decay="linear",
+    warmup=20,
+    train="train",
+    val_rows=200,
+    one_line=PROMPT,
+    metric="reward",
+    higher_is_better=True,
+    begins_with=SFT.recipe,
+)
+_GRPO = """\
+grpo:
+  num_prompts_per_step: 32
+  num_generations_per_prompt: 8  # each is judged against the others of its prompt; 256 rows, 4 optimizer steps
+"""
 GRPO = Stage(
-    Recipe(
+    on_prompts(
         "grpo",
         "GRPO from the model that learnt from mostly wrong demonstrations. It sees no demonstration any more, only "
         "whether what it says is right, and so learns past its teachers.",
         algorithm="grpo",
-        section=_GRPO,
-        num_steps=250,
-        period=25,
-        rows=64,
+        section=_GRPO + _SAMPLING,
+        num_steps=300,
         lr="4e-4",
-        decay="linear",
-        warmup=20,
-        train="train",
-        val_rows=200,
-        one_line=PROMPT,
-        metric="reward",
-        higher_is_better=True,
-        begins_with=SFT.recipe,
     ),
     "GRPO from there, with no demonstrations and a reward for right answers; twice, and one of the two is killed",
     measure.answers,
