@@ -132,6 +132,11 @@ def _run_config_model(algorithm: type[Algorithm], section: str) -> type[RunConfi
     def fits(run: RunConfig) -> RunConfig:
         own: AlgorithmConfig = getattr(run, section)
         own.check_run(run)
+        if algorithm.rows == "pairs" and run.policy.train_global_batch_size % 2:
+            raise ValueError(
+                f"policy.train_global_batch_size: found {run.policy.train_global_batch_size} rows; expected an even "
+                f"number: {section} trains on pairs, two rows each"
+            )
         scope, _, metric = (run.checkpointing.metric_name or "").partition(":")
         known = [
             set_name + name for set_name in ("", *(f"{n}/" for n in run.data.validation)) for name in own.measures()

@@ -295,9 +295,13 @@ def _resolve(name: str, key: str) -> Path:
 
 @contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """Whatever a broken file makes a library raise becomes an error that says which file. No progress bars."""
+    """Whatever a broken file makes a library raise becomes an error that says which file. No progress bars, and no
+    table of missing and unexpected tensors: callers say or refuse what is in it."""
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
+    tables = logging.getLogger("transformers.modeling_utils")
+    level = tables.level
+    tables.setLevel(logging.ERROR)
     try:
         yield
     except ModelError:
@@ -306,6 +310,7 @@ def _loading(what: str) -> Iterator[None]:
         reason = "it needs Python code of its own, and none is ever run" if "trust_remote_code" in str(error) else error
         raise ModelError(f"{what} cannot be loaded: {reason}") from error
     finally:
+        tables.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
 

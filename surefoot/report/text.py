@@ -15,7 +15,8 @@ from rich.table import Column, Table
 from surefoot.report.timeline import Timeline
 from surefoot.types import SaveEvent
 
-_SHOWN = ("loss", "perplexity", "reward", "pass@1", "accuracy", "kl", "grad_norm", "lr")
+_SHOWN = {"loss", "perplexity", "reward", "pass@1", "kl", "grad_norm", "lr"}
+_SHOWN |= {"accuracy", "accuracies", "margin", "margins"}
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -26,7 +27,7 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     {'loss': 1.5}
     """
     single = len({name.partition("/")[0] for name in metrics if "/" in name}) == 1
-    shown = {name: value for name, value in metrics.items() if name.endswith(_SHOWN)} or metrics
+    shown = {name: value for name, value in metrics.items() if name.rpartition("/")[2] in _SHOWN} or metrics
     return {n: v for n, v in shown.items() if not (single and "/" in n and metrics.get(n.partition("/")[2]) == v)}
 
 

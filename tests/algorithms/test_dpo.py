@@ -153,7 +153,10 @@ def test_checkpoints_are_ranked_by_a_metric_with_a_slash_in_its_name(tmp_path: P
         ),
         "key": (("dpo.preset=null", "dpo.losses=[{name: ipo, bata: 1}]"), "did you mean dpo.losses.0.beta"),
         "alpha": (("dpo.ld_alpha=1.5",), "dpo.ld_alpha"),
-        "odd": (("policy.train_global_batch_size=3", "policy.train_micro_batch_size=3"), "do not hold whole pairs"),
+        "odd": (
+            ("policy.train_global_batch_size=3", "policy.train_micro_batch_size=3"),
+            "found 3 rows; expected an even number",
+        ),
         "odd validation": (("dpo.val_batch_size=3",), "dpo.val_batch_size: input should be a multiple of 2, found 3"),
         "metric": (
             ("checkpointing.metric_name=val:rewards/margin",),
