@@ -18,12 +18,12 @@ from rich.text import Text
 from surefoot.demo.watch import WatchedRun
 from surefoot.report.text import number, sparkline
 
-_BARS = 40
+_BARS = 28
 _COLOURS = ("green", "magenta")
 _PHASE_COLOURS = ("cyan", "yellow", "magenta", "blue", "green", "red", "bright_black")
 _VALIDATION = {
     "loss": "validation",
-    "reward": "held-out reward",
+    "reward": "held out",
     "accuracy": "pairs right",
     "rewards/accuracies": "pairs right",
 }
@@ -68,6 +68,8 @@ class DemoView:
     def _panel(self, run: WatchedRun) -> Panel:
         colour = self._colours[run.name]
         grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True, width=_BARS)
+        grid.add_column(no_wrap=True, overflow="crop")
         grid.add_row(ProgressBar(run.num_steps, run.step, _BARS, complete_style=colour), self._pace(run))
         grid.add_row(Text(_curve(run), colour), _measured(run))
         grid.add_row(*_where_the_time_goes(run))
@@ -111,7 +113,7 @@ def _measured(run: WatchedRun) -> str:
 
 def _where_the_time_goes(run: WatchedRun) -> tuple[Text, Text]:
     """One bar of all phases, and a legend of those that show in it."""
-    bar, legend = Text(), Text()
+    bar, legend = Text(overflow="crop"), Text()
     for (name, share), colour in zip(run.shares().items(), _PHASE_COLOURS, strict=True):
         if cells := round(share * _BARS):
             bar.append("█" * cells, colour)

@@ -85,7 +85,7 @@ def test_a_run_that_samples_shows_rewards_and_what_some_completions_are_worth(ru
         with view.live or nullcontext():
             view.draw()
         shown = console.file.getvalue()  # type: ignore[attr-defined]
-        for text in ("reward 0.5000", "held-out reward 0.5000", *told):
+        for text in ("reward 0.5000", "held out 0.5000", *told):
             assert text in shown
 
 
