@@ -50,13 +50,14 @@ def training(run: WatchedRun) -> list[Fact]:
     num = max(1, len(rewards) // 20)
     rate = 1 / fmean(timing["step_s"] for timing in timings)
     held_up = max(timing.get("save_s", 0.0) for timing in timings)
-    written = median(timing["save_background_s"] for timing in timings if "save_background_s" in timing)
+    written = [timing["save_background_s"] for timing in timings if "save_background_s" in timing]
+    meanwhile = f", and took {duration(median(written))} meanwhile" if written else ""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in run.shares().items())
     return [
         Fact("reward", f"{fmean(rewards[:num]):.2f} -> {fmean(rewards[-num:]):.2f} in {len(rewards):,} steps"),
         Fact("speed", f"{rate:.1f} steps/s on one thread, in each run"),
         Fact("time goes to", shares),
-        Fact("saves", f"held training up for {duration(held_up)} at most, and took {duration(written)} meanwhile"),
+        Fact("saves", f"held training up for {duration(held_up)} at most{meanwhile}"),
     ]
 
 

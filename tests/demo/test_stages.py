@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from rich.console import Console
@@ -147,24 +149,77 @@ def test_the_demo_holds_when_each_of_its_parts_does(
     assert not story.tell(tmp_path / "demo", 0, console)
 
 
-def test_each_stage_trains_and_is_measured_before_and_after(folder: DemoFolder) -> None:
-    """With real runs of two steps each, every stage on the weights that the one before it wrote."""
-    rows = folder.rows("heldout")[:20]
+class Result(NamedTuple):
+    stage: Stage
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    run: WatchedRun
+
+
+@pytest.fixture(scope="module")
+def few(folder: DemoFolder) -> measure.Heldout:
     guesses, slips = (folder.rows(f"{name}_heldout")[:20] for name in ("guesses", "slips"))
-    heldout = measure.Heldout(rows, guesses, slips, 3)
-    base: Stage | None = None
+    return measure.Heldout(folder.rows("heldout")[:20], guesses, slips, 3)
+
+
+@pytest.fixture(scope="module")
+def results(folder: DemoFolder, few: measure.Heldout) -> dict[str, Result]:
+    """Of real runs of two steps each, every stage on the weights that the one before it wrote."""
+    found: dict[str, Result] = {}
     for full in STAGES:
-        begins_with = base.recipe if base is not None and full.recipe.begins_with else None
+        begins_with = found["sft"].stage.recipe if full.recipe.begins_with else None
         recipe = dataclasses.replace(full.recipe, num_steps=2, period=2, val_rows=8, begins_with=begins_with)
         stage = dataclasses.replace(full, recipe=recipe)
         recipe.write(folder.root, 3)
-        before = stage.measure(*measure.first_model(recipe.config(folder.root), stage.kind), heldout)
-        few = ("data.train.max_rows=64", "logger.progress=off", "logger.tensorboard=false")
-        trained(recipe.config(folder.root), *few)
-        after = stage.measure(*measure.last_model(recipe.weights(folder.root), stage.kind), heldout)
-        assert set(before) == set(after) == set(stage.limits)
+        before = stage.measure(*measure.first_model(recipe.config(folder.root), stage.kind), few)
+        trained(recipe.config(folder.root), "data.train.max_rows=64", "logger.progress=off", "logger.tensorboard=false")
+        after = stage.measure(*measure.last_model(recipe.weights(folder.root), stage.kind), few)
         run = WatchedRun(recipe.name, folder.root / recipe.name, 2)
         run.look()
-        assert len(stage.outcomes(before, after, run)) == len(stage.limits) + len(stage.validated)
-        assert run.values("val", recipe.metric), "the metric that the checkpoints are kept by"
-        base = base or stage
+        found[recipe.name] = Result(stage, before, after, run)
+    return found
+
+
+@pytest.mark.parametrize("name", [stage.recipe.name for stage in STAGES])
+def test_each_stage_trains_and_is_measured_before_and_after(results: dict[str, Result], name: str) -> None:
+    stage, before, after, run = results[name]
+    assert set(before) == set(after) == set(stage.limits)
+    assert len(stage.outcomes(before, after, run)) == len(stage.limits) + len(stage.validated)
+    assert run.values("val", stage.recipe.metric), "the metric that the checkpoints are kept by"
+    if stage.recipe.begins_with and stage.measure is measure.answers:
+        assert before == results["sft"].after
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_what_is_told_of_two_runs_of_grpo(
+    folder: DemoFolder,
+    few: measure.Heldout,
+    results: dict[str, Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    same: bool,
+) -> None:
+    """The run of two steps stands for both."""
+    stage, before, after, run = results["grpo"]
+
+    def train_both(config: Path, straight: WatchedRun, killed: WatchedRun, *_: object) -> None:
+        assert config == stage.recipe.config(folder.root)
+        for copy in (straight, killed):
+            shutil.copytree(run.run_dir, copy.run_dir, dirs_exist_ok=True)
+            copy.look()
+        killed.kills[2] = True
+        if not same:
+            clock = killed.checkpoints / "step_2" / "clock" / "clock.json"
+            clock.write_text(clock.read_text().replace('"step": 2', '"step": 3'))
+
+    monkeypatch.setattr(story, "GRPO", stage)
+    monkeypatch.setattr(story, "train_both", train_both)
+    facts, outcomes = story.twice(folder, few, Console(file=io.StringIO()))
+    assert outcomes == stage.outcomes(before, after, run)
+    told = {fact.label: fact for fact in facts}
+    assert told["teachers"].text == "40% of the demonstrations were right"
+    for row in few.rows[:3]:
+        assert len(told[task.question(row)].text.split(" -> ")) == 2
+    assert "in 2 steps" in told["reward"].text and "log-probs" in told["time goes to"].text
+    assert told["both runs"].held is same
+    assert [fact.text for fact in facts if fact.label == "differs"] == ([] if same else ["clock/clock.json"])
