@@ -83,7 +83,7 @@ SFT = Stage(
         f"Supervised fine-tuning of a small Llama, from random weights, on demonstrations of sums such as 47+85=132. "
         f"{WRONG_SHARE:.0%} of them are wrong, each by a slip in a column or two: who imitates them well, is wrong as "
         "often as they are.",
-        num_steps=700,
+        num_steps=800,
         period=100,
         rows=32,
         lr="1.5e-3",
@@ -126,7 +126,7 @@ GRPO = Stage(
         "whether what it says is right, and so learns past its teachers.",
         algorithm="grpo",
         section=_GRPO + _SAMPLING,
-        num_steps=300,
+        num_steps=400,
         lr="4e-4",
     ),
     "GRPO from there, with no demonstrations and a reward for right answers; twice, and one of the two is killed",
