@@ -26,7 +26,7 @@ val_period: {period}  # steps; validation rows are never trained
 {section}
 policy:
 {model}
-  train_global_batch_size: {rows}  # rows of one step
+  train_global_batch_size: {rows}  # rows of one optimizer step
   train_micro_batch_size: {rows}  # rows in memory at once; another number gives the same gradient
   max_total_sequence_length: 16  # tokens; the longest row here has 14
   max_grad_norm: 1.0
