@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ from surefoot.checkpoint import Arena
 from surefoot.config import RunConfig, TokenizerConfig
 from surefoot.config_file import algorithm_config
 from surefoot.data.encode import Encoder
+from surefoot.data.prepare import Dataset
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import lora, models
 from surefoot.engine.folder import GENERATION_FILE, fingerprint, weights_by_name
@@ -38,7 +39,7 @@ def longest_row(config: RunConfig) -> int:
     return config.policy.max_total_sequence_length - room
 
 
-def conversations(config: RunConfig, tokenizer: Any) -> Conversations | None:
+def conversations(config: RunConfig, tokenizer: Any, opened: ExitStack) -> Conversations | None:
     """`None` where no environment is configured.
 
     Raises:
@@ -50,8 +51,9 @@ def conversations(config: RunConfig, tokenizer: Any) -> Conversations | None:
     longest = config.policy.max_total_sequence_length
     encoder = Encoder(tokenizer, config.data, longest)
     made = Conversations(config.environment, encoder, max_tokens=longest, seed=config.seed)
+    opened.callback(made.close)
     if config.environment.max_turns > 1:
-        check_turns(encoder, tokenizer, role="tool" if made.tools else "user", tools=made.tools)
+        check_turns(encoder, tokenizer, role=made.reply_role, tools=made.tools)
     return made
 
 
@@ -67,6 +69,13 @@ def rollouts(
     made = Rollouts(tokenizer, rewards, conversations, seed=config.seed, max_failures=share)
     opened.callback(made.close)
     return made
+
+
+def check_columns(rollouts: Rollouts | None, datasets: Iterable[Dataset]) -> None:
+    """Raises `RewardError` when a reward function needs a column that a data set lacks."""
+    if rollouts is not None:
+        for dataset in datasets:
+            rollouts.check(dataset.prompts)
 
 
 def _reward_model(name: str, config: RolloutRunConfig) -> RewardModel:
@@ -85,15 +94,32 @@ def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.Load
     """What samples from the policy, connected to the rollouts: a model of its own, which weights are published to."""
     if rollouts is None or not isinstance(config, RolloutRunConfig):
         return []
-    section, algorithm = config.generation, algorithm_config(config)
-    rows = algorithm.rows_per_step if isinstance(algorithm, RolloutAlgorithmConfig) else section.num_slots
-    model = _copy(policy).to(device=models.resolve_device(config.policy.device), dtype=_dtype(config))
+    return [connect(rollouts, config, policy, _copy(policy), slots=num_slots(config))]
+
+
+def num_slots(config: RolloutRunConfig) -> int:
+    """Completions sampled at a time in a run."""
+    algorithm = algorithm_config(config)
+    rows = algorithm.rows_per_step if isinstance(algorithm, RolloutAlgorithmConfig) else config.generation.num_slots
+    return min(config.generation.num_slots, rows)
+
+
+def connect(
+    rollouts: Rollouts, config: RolloutRunConfig, policy: models.LoadedModel, model: Any, *, slots: int
+) -> Generator:
+    """What samples from `model`, which is from here on its own: a plain one with the policy's weights.
+
+    Args:
+        slots: each step computes all of them.
+    """
+    section = config.generation
+    model = model.to(device=models.resolve_device(config.policy.device), dtype=_dtype(config))
     sampler = TorchSampler(
         model,
         weights_by_name(model),
         tokenizer=policy.tokenizer,
         max_total_sequence_length=config.policy.max_total_sequence_length,
-        slots=min(section.num_slots, rows),  # each step computes all of them
+        slots=slots,
         exact=section.exact,
     )
     if not sampler.exact:
@@ -111,7 +137,7 @@ def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.Load
         stop=tuple(section.stop),
     )
     rollouts.connect(sampler, sampling)
-    return [sampler]
+    return sampler
 
 
 def checksum(config: RunConfig) -> Callable[[Mapping[str, Tensor]], str]:

@@ -11,7 +11,9 @@ import typer
 def demo(
     directory: Path = typer.Option(Path("demo"), "--dir", help="Where to put everything; an earlier demo moves aside."),
     every: bool = typer.Option(
-        False, "--all", help="Then go on from the same SFT model, each measured before and after: a reward model, DPO."
+        False,
+        "--all",
+        help="Then go on from the same SFT model, each measured before and after: a reward model, DPO, PPO.",
     ),
     seed: int = typer.Option(0, min=0, help="Of the data, the weights and the order of the rows."),
 ) -> None:

@@ -38,9 +38,9 @@ class Outcome(NamedTuple):
 
 
 def answers(rows: Sequence[task.Row], before: Sequence[Sequence[str]], after: Sequence[Sequence[str]]) -> list[Fact]:
-    """Several answers of two models to each of some rows."""
+    """Several answers of two models to each of some rows; a dash where one says nothing."""
     return [
-        Fact(task.question(row), f"{' '.join(old)} -> {' '.join(new)}")
+        Fact(task.question(row), " -> ".join(" ".join(text or "-" for text in texts) for texts in (old, new)))
         for row, old, new in zip(rows, before, after, strict=True)
     ]
 

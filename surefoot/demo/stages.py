@@ -183,6 +183,28 @@ DPO = Stage(
     {SAMPLED: Limit(0.6, gain=0.4), GREEDY: Limit(0.9)},
     validated={"rewards/accuracies": 0.9, "rewards/margins": 0.0},
 )
+_PPO = """\
+ppo:
+  num_prompts_per_step: 256  # one completion each: what was to be expected says the value model, not the siblings
+  gae_lambda: 1.0  # answers are short
+  critic_warmup_steps: 10  # in which the value model alone learns
+
+value: { optimizer: { lr: 1.0e-3 } }  # what is left out is the policy's
+"""
+PPO = Stage(
+    on_prompts(
+        "ppo",
+        "PPO from the model that learnt from mostly wrong demonstrations: the same rewards as for GRPO, judged against "
+        "what a value model had expected, which is trained beside the policy.",
+        algorithm="ppo",
+        section=_PPO + _SAMPLING,
+        num_steps=200,
+        lr="4e-4",
+    ),
+    "PPO from the SFT model: right answers are rewarded, and a value model says what was to be expected",
+    measure.answers,
+    {SAMPLED: Limit(0.7, gain=0.4), GREEDY: Limit(0.9)},
+)
 # What `--all` goes on with, each from SFT's weights. Stages of one group run side by side, on one thread each.
-FURTHER = ((RM, DPO),)
+FURTHER = ((RM, DPO), (PPO,))
 STAGES = (SFT, GRPO, *(stage for group in FURTHER for stage in group))

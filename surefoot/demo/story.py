@@ -51,11 +51,11 @@ def tell(root: Path, seed: int, console: Console, *, further_stages: bool = Fals
         facts, found = twice(folder, heldout, console)
         outcomes += found
         facts.append(Fact("time", duration(time.monotonic() - began_s)))
-        console.print(closing.table(facts))
-        for stages in FURTHER if further_stages else ():
-            outcomes += side_by_side(stages, folder, heldout, console)
-        console.print(closing.outcomes(outcomes))
+        console.print(closing.table(facts), closing.outcomes(outcomes))
         if further_stages:
+            for stages in FURTHER:
+                outcomes += side_by_side(stages, folder, heldout, console)
+            console.print(closing.outcomes(outcomes))
             say(console, "Time in all", duration(time.monotonic() - began_s))
     for idea in (_NEXT, _NEXT_OF_ALL) if further_stages else (_NEXT,):
         console.print(idea.format(root=folder.root), soft_wrap=True, highlight=False)

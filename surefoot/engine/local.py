@@ -56,6 +56,7 @@ class LocalEngine:
         save_optimizer: without it a checkpoint can be loaded and not resumed.
         trained: a frozen engine has no optimizer; its fingerprint is saved in place of its weights.
         synced: a frozen engine whose weights are assigned to or changed in place: they are saved.
+        section: the name of `config` in the run's configuration.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LocalEngine:
         save_optimizer: bool = True,
         trained: bool = True,
         synced: bool = False,
+        section: str = "policy",
     ) -> None:
         self.device = resolve_device(config.device)
         self.model = model.to(self.device).eval()  # all of it, as `_set_mode` asks the root alone
@@ -99,6 +101,7 @@ class LocalEngine:
             config.scheduler,
             max_grad_norm=config.max_grad_norm,
             total_optimizer_steps=total_optimizer_steps,
+            section=section,
         )
 
     # ------------------------------------------------------------------------------------------------ running

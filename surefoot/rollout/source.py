@@ -164,7 +164,9 @@ class RolloutSource(CursorSource):
             group.rewards.append(scores.total[row])
             values = {name: column[row] for name, column in scores.values.items()}
             group.values.append({name: math.nan if value is None else value for name, value in values.items()})
-        self._failed += Counter(rollouts=len(requests) - len(found), rewards=sum(scores.failures.values()))
+        turns = sum(rollout.said.failed_turns for rollout in found)
+        failures = sum(scores.failures.values())
+        self._failed += Counter(rollouts=len(requests) - len(found), rewards=failures, turns=turns)
         return groups
 
     def _nothing_to_learn(self, kept: Sequence[_Group], drawn: Sequence[_Group], batches: int) -> str:
@@ -238,6 +240,8 @@ class RolloutSource(CursorSource):
             "failed_rollouts": Metric(float(self._failed["rollouts"]), reduce="sum"),
             "failed_rewards": Metric(float(self._failed["rewards"]), reduce="sum"),
         }
+        if self._kit.config.environment is not None:
+            found["failed_turns"] = Metric(float(self._failed["turns"]), reduce="sum")
         if self._config.dynamic_sampling:
             found["drawn_groups"] = Metric(float(len(groups)), reduce="sum")
             found["drawn_batches"] = Metric(float(batches), reduce="sum")
@@ -245,7 +249,7 @@ class RolloutSource(CursorSource):
 
     def _warn_of_flat_steps(self, flat: bool) -> None:
         self._flat_steps = self._flat_steps + 1 if flat else 0
-        if self._flat_steps == _FLAT_STEPS:
+        if self._flat_steps == _FLAT_STEPS and self._config.compares_siblings:
             _log.warning(
                 "in %d steps in a row the completions of each prompt had equal rewards: nothing is learned from them. "
                 "Take easier or harder prompts, a finer reward or more num_generations_per_prompt",

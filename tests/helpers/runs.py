@@ -26,6 +26,7 @@ _GRPO = {
     "generation": {"max_new_tokens": 4, "num_slots": 4},
     "rewards": [{"name": "length", "target": 20, "unit": "characters"}, {"name": "exact_match"}],
 }
+_PPO = {key: section for key, section in _GRPO.items() if key != "grpo"}
 _DPO = {"beta": 0.5, "val_batch_size": 4}
 
 # Case -> the algorithm, and what its configuration has besides the common part; FOLDER is the project's.
@@ -45,6 +46,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_GRPO,
             "grpo": {**_GRPO["grpo"], "num_epochs_per_step": 2},
+            "policy": {"train_global_batch_size": 2},
+        },
+    ),
+    "ppo": ("ppo", {**_PPO, "ppo": {"num_prompts_per_step": 4}}),
+    "ppo-4-steps": (
+        "ppo",
+        {
+            **_PPO,
+            "ppo": {
+                "num_prompts_per_step": 4,
+                "num_epochs_per_step": 2,
+                "bootstrap_truncated": True,
+                "reference_policy_kl_penalty": 0.1,
+                "adaptive_kl": {"target": 0.01, "horizon": 20},
+            },
             "policy": {"train_global_batch_size": 2},
         },
     ),
