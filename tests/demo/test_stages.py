@@ -168,7 +168,10 @@ def results(folder: DemoFolder, few: measure.Heldout) -> dict[str, Result]:
     found: dict[str, Result] = {}
     for full in STAGES:
         begins_with = found["sft"].stage.recipe if full.recipe.begins_with else None
-        recipe = dataclasses.replace(full.recipe, num_steps=2, period=2, val_rows=8, begins_with=begins_with)
+        section = full.recipe.section.replace("critic_warmup_steps: 10", "critic_warmup_steps: 1")
+        recipe = dataclasses.replace(
+            full.recipe, num_steps=2, period=2, val_rows=8, section=section, begins_with=begins_with
+        )
         stage = dataclasses.replace(full, recipe=recipe)
         recipe.write(folder.root, 3)
         before = stage.measure(*measure.first_model(recipe.config(folder.root), stage.kind), few)
