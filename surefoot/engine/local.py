@@ -94,7 +94,11 @@ class LocalEngine:
                 raise ModelError(
                     f"{type(model).__name__} has no gradient checkpointing: set gradient_checkpointing: false"
                 )
-            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+            how = {"use_reentrant": False}
+            if hasattr(self.model, "activation_checkpointing_enable"):
+                self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+            else:  # its name in Transformers 5.19
+                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         self._optimizer = Optimizer(
             self.model,
             config.optimizer,
