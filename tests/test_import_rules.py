@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "run_dir": EVERYONE,
     "losses": RECORDS,
     "advantages": {"types", "errors"},
+    "alignment": {"types", "errors"},
     **dict.fromkeys(SERVICES, PARSED),
     "rollout": {"data", "advantages"} | PARSED,
     "algorithms": {"losses", "advantages", "alignment", *SERVICES, "rollout"} | PARSED,
