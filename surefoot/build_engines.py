@@ -105,6 +105,7 @@ class EngineBuilder:
             save_optimizer=self.config.checkpointing.save_optimizer,
             trained=spec.trained,
             synced=spec.synced,
+            num_ids=max(self.tokenizer.get_vocab().values(), default=-1) + 1,
         )
 
     def _frozen(self, name: str, spec: EngineSpec) -> Engine:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -299,6 +299,32 @@ class Source(Saveable, Protocol):
 # ----------------------------------------------------------------------------------------------------------- engines
 
 
+class TokenFunction(Protocol):
+    """A pure function of each token's whole distribution, which is too large to be kept: the engine applies it to a
+    chunk of tokens at a time, and again in the backward pass, so that only what it returns stays in memory.
+
+    Attributes:
+        fields: names of the columns [rows, tokens, ...] that it reads.
+        outputs: names of what it returns, which the engine's outputs then hold as [rows, tokens].
+    """
+
+    @property
+    def fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """
+        Args:
+            logprobs: [n, vocabulary], what predicts each of n tokens, at the head's temperature; in no certain order.
+            columns: the same tokens' entries [n, ...] of `fields`.
+
+        Returns:
+            [n] for each of `outputs`.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """What the model is to put out for each row.
@@ -308,13 +334,18 @@ class Head:
 
     Attributes:
         outputs: any of "logprobs", "entropy", "log_sum_sq_probs" (log Σ p² over the vocabulary), "topk", "logits",
-            "scalar". "topk" gives `topk_ids` and `topk_logprobs` [rows, tokens, k]; "logits"
-            [rows, tokens, vocabulary]; "scalar" needs a model with one label and gives one number per token.
+            "hidden", "scalar". "topk" gives `topk_ids` and `topk_logprobs` [rows, tokens, k], the likeliest first, and
+            `topk_rest` [rows, tokens], the log of the probability outside of these, -1e4 where that is none; "logits"
+            [rows, tokens, vocabulary]; "hidden" [rows, tokens, width] what `Engine.vocabulary_logprobs` reads; "scalar"
+            needs a model with one label and gives one number per token.
         temperature: logits are divided by it.
         k: for "topk".
         inputs: name of the column of token ids to read.
         mask: name of a column [tokens]: token outputs are computed where it is not 0, and are 0 elsewhere. A loss that
             reads `loss_mask` masks by it in any case.
+        known_only: ids that the tokenizer lacks, with which vocabularies are padded, have no probability: "logits" and
+            distributions end with the tokenizer's highest id. Ids beyond it must not be targets.
+        function: its outputs are put out too.
     """
 
     outputs: tuple[str, ...] = ("logprobs",)
@@ -322,6 +353,14 @@ class Head:
     k: int = 0
     inputs: str = "input_ids"
     mask: str | None = None
+    known_only: bool = False
+    function: TokenFunction | None = field(default=None, repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that is put out."""
+        own = (("topk_ids", "topk_logprobs", "topk_rest") if name == "topk" else (name,) for name in self.outputs)
+        return sum(own, ()) + (() if self.function is None else self.function.outputs)
 
 
 class Loss(Protocol):
@@ -406,6 +445,14 @@ class Engine(Saveable, Protocol):
 
     def evaluate(self, ref: BatchRef, objective: Objective) -> Metrics:
         """The loss's metrics without gradients."""
+
+    def vocabulary_logprobs(self, hidden: Tensor, head: Head) -> Tensor:
+        """From what this engine put out as "hidden" to log-probs [..., vocabulary], without gradients, by the head's
+        temperature and `known_only`. So a loss compares whole distributions with nothing but hidden states in between.
+
+        Raises:
+            ValueError: the model is not in this process: take "topk".
+        """
 
     def weights(self) -> Mapping[str, Tensor]:
         """The live weights by their names in a Hugging Face folder, tied ones once; those of the whole model, with an
