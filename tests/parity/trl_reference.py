@@ -11,7 +11,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tests.parity.cases import LONGEST, MARGINS, SCORES, Case, PolicyCase, policy_rows, rows
+from tests.parity.cases import (
+    GOLD_VOCABULARIES,
+    LONGEST,
+    MARGINS,
+    SCORES,
+    Case,
+    GoldCase,
+    PolicyCase,
+    gold_rows,
+    policy_rows,
+    rows,
+)
 
 VERSION = "1.16"
 Values: TypeAlias = "dict[str, Any]"
@@ -151,6 +162,41 @@ _POLICY: dict[str, Any] = {
     **{"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_adaptive_entropy": False},
     "vllm_importance_sampling_correction": True,
 }
+
+
+def gold(case: GoldCase) -> Values:
+    """`loss` and `gradient` [rows, tokens, vocabulary] in the student's logits, in our alignment: the logits at a token
+    predict that token. TRL's "bayesian" merge shifts by one, and its "observed" merge does not."""
+    from trl.experimental.gold.gold_trainer import ULDLoss
+
+    student, teacher = gold_rows()
+    config = SimpleNamespace(
+        uld_crossentropy_weight=case.ce_weight,
+        uld_distillation_weight=1.0,
+        uld_student_temperature=case.temperature,
+        uld_teacher_temperature=case.temperature,
+        uld_skip_student_eos=False,
+        uld_skip_teacher_eos=False,
+        use_extended_uld=True,
+        uld_token_merge_strategy=case.merge,
+        uld_use_hybrid_loss=case.hybrid,
+        uld_hybrid_matched_weight=case.weights[0] if case.weights else None,
+        uld_hybrid_unmatched_weight=case.weights[1] if case.weights else None,
+        beta=case.beta,
+    )
+    ours, theirs = (SimpleNamespace(get_vocab=lambda names=names: names) for names in GOLD_VOCABULARIES)
+    logits = student.logits.clone().requires_grad_()
+    shifted = [_one_earlier(x) if case.merge == "bayesian" else x for x in (logits, teacher.logits)]
+    sides = [(side.labels, side.ids, side.offsets) for side in (student, teacher)]
+    labels, ids, offsets = zip(*sides, strict=True)
+    loss = ULDLoss(config, ours, theirs)(*shifted, *labels, *ids, *offsets)
+    loss.backward()
+    assert logits.grad is not None
+    return _values(loss, logits.grad)
+
+
+def _one_earlier(logits: Tensor) -> Tensor:
+    return torch.cat([logits[:, 1:], logits[:, :1] * 0], 1)
 
 
 def _trainer() -> dict[str, Any]:
