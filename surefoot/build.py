@@ -150,6 +150,8 @@ def _assembled(
     generators = build_rollouts.generators(rollouts, config, loaded["policy"])
     optimizer_steps = None if total_steps is None else total_steps * algorithm.optimizer_steps_per_step
     engines |= builder.build(loaded, optimizer_steps)
+    lent = {name: builder.local[name] for name, spec in specs.items() if spec.samples}
+    build_rollouts.lend(rollouts, config, tokenizer, lent)
     if config.checkpointing.enabled:
         num_bytes = sum(engine.state_bytes for engine in builder.local.values())
         manager.check_space(num_bytes, manager.policy.num_saves(total_steps) if total_steps else None)
@@ -324,6 +326,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     section = section_name(config.algorithm)
     places = [key for key in algorithm_config(config).places if values[section][key] is not None]
     values[section] |= {key: full(values[section][key]) for key in places}
+    if "teachers" in values[section]:
+        values[section]["teachers"] = [absolute(teacher, "model") for teacher in values[section]["teachers"]]
     if "rewards" in values:
         values["rewards"] = [absolute(reward, "model") for reward in values["rewards"]]
     data, checkpointing = values["data"], values["checkpointing"]

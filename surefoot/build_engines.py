@@ -11,6 +11,7 @@ from typing import Any
 
 from surefoot.checkpoint import Arena, Fingerprint, ResumePoint, TensorCache, cache_home
 from surefoot.config import EngineConfig, RunConfig, TokenizerConfig
+from surefoot.data.encode import num_ids
 from surefoot.data.prepare import Dataset
 from surefoot.engine import models
 from surefoot.engine.folder import fingerprint
@@ -105,7 +106,7 @@ class EngineBuilder:
             save_optimizer=self.config.checkpointing.save_optimizer,
             trained=spec.trained,
             synced=spec.synced,
-            num_ids=max(self.tokenizer.get_vocab().values(), default=-1) + 1,
+            num_ids=num_ids(self.tokenizer),
         )
 
     def _frozen(self, name: str, spec: EngineSpec) -> Engine:

@@ -85,17 +85,8 @@ def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.Load
     """What samples from the policy, connected to the rollouts: a model of its own, which weights are published to."""
     if rollouts is None or not isinstance(config, RolloutRunConfig):
         return []
-    section, algorithm = config.generation, algorithm_config(config)
-    rows = algorithm.rows_per_step if isinstance(algorithm, RolloutAlgorithmConfig) else section.num_slots
-    model = _copy(policy).to(device=models.resolve_device(config.policy.device), dtype=_dtype(config))
-    sampler = TorchSampler(
-        model,
-        weights_by_name(model),
-        tokenizer=policy.tokenizer,
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        slots=min(section.num_slots, rows),  # each step computes all of them
-        exact=section.exact,
-    )
+    section = config.generation
+    sampler = _sampler(_copy(policy), config, policy.tokenizer)
     if not sampler.exact:
         _log.warning(
             "completions depend on what else is sampled with them: a run that is killed and resumed goes on well, and "
@@ -112,6 +103,27 @@ def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.Load
     )
     rollouts.connect(sampler, sampling)
     return [sampler]
+
+
+def lend(rollouts: Rollouts | None, config: RunConfig, tokenizer: Any, engines: Mapping[str, LocalEngine]) -> None:
+    """Copies of frozen engines' models answer prompts as well."""
+    if rollouts is not None and isinstance(config, RolloutRunConfig):
+        for name, engine in engines.items():
+            rollouts.lend(name, _sampler(copy.deepcopy(engine.model), config, tokenizer))
+
+
+def _sampler(model: Any, config: RolloutRunConfig, tokenizer: Any) -> TorchSampler:
+    section, algorithm = config.generation, algorithm_config(config)
+    rows = algorithm.rows_per_step if isinstance(algorithm, RolloutAlgorithmConfig) else section.num_slots
+    model = model.to(device=models.resolve_device(config.policy.device), dtype=_dtype(config))
+    return TorchSampler(
+        model,
+        weights_by_name(model),
+        tokenizer=tokenizer,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        slots=min(section.num_slots, rows),  # each step computes all of them
+        exact=section.exact,
+    )
 
 
 def checksum(config: RunConfig) -> Callable[[Mapping[str, Tensor]], str]:

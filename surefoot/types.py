@@ -418,6 +418,7 @@ class EngineSpec:
         synced: an engine that is not trained, yet changed: it is captured and restored like a trained one.
         precomputed: what a frozen engine puts out on all rows of the data sets by this head is computed before the
             first step, kept in the folder `cache`, and looked up: the model is in memory for that time at most.
+        samples: a copy of a frozen engine's model answers prompts too, under the engine's name (`kit.rollouts`).
     """
 
     kind: Literal["causal_lm", "scalar"] = "causal_lm"
@@ -427,6 +428,7 @@ class EngineSpec:
     synced: bool = False
     precomputed: Head | None = None
     cache: str | None = None
+    samples: bool = False
 
 
 class Engine(Saveable, Protocol):

@@ -1,7 +1,7 @@
 """Distillation: how far a student's next-token distributions are from a teacher's, whole or on the teacher's top k.
 
-A distribution is given by its log-probs over *cells* [..., cells]: the vocabulary's ids; or the teacher's k likeliest ids
-and, as the last, all others together; or these k alone, renormalised.
+A distribution is given by its log-probs over *cells* [..., cells]: the vocabulary's ids; or the teacher's k likeliest
+ids and, as the last, all others together; or these k alone, renormalised.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class TeacherDivergences:
     "<teacher>/hidden".
 
     Attributes:
-        readouts: of each teacher, from its hidden states [n, width] to log-probs [n, vocabulary]; without `top_k` alone.
+        readouts: without `top_k`: of each teacher, from its hidden states [n, width] to log-probs [n, vocabulary].
     """
 
     divergence: Divergence
@@ -140,8 +140,9 @@ class TeacherDivergences:
 class DistillationLoss:
     """Σ over trained tokens of the divergences from the teachers, each times the teacher's weight on the row, / tokens.
 
-    Reads the columns `loss_mask` and, of each teacher, "<teacher>/logprobs" [rows, tokens] and "<teacher>/weight" [rows];
-    and the outputs `logprobs` and those of `function`. Where no token is trained the loss is 0 and so is its gradient.
+    Reads the columns `loss_mask` and, of each teacher, "<teacher>/logprobs" [rows, tokens] and "<teacher>/weight"
+    [rows]; and the outputs `logprobs` and those of `function`. Where no token is trained the loss is 0 and so is its
+    gradient.
     """
 
     function: TeacherDivergences
@@ -203,9 +204,7 @@ def _own(out: Mapping[str, Tensor], columns: Mapping[str, Tensor], mask: Tensor,
     return _mean(out[f"{teacher}/divergence"].masked_fill(~own, 0.0).sum(), float(own.sum()))
 
 
-def row_weights(
-    sources: Sequence[str], teachers: Mapping[str, tuple[float, Sequence[str]]]
-) -> dict[str, list[float]]:
+def row_weights(sources: Sequence[str], teachers: Mapping[str, tuple[float, Sequence[str]]]) -> dict[str, list[float]]:
     """How much each teacher counts on each row; over the teachers they sum to 1.
 
     Args:

@@ -3,7 +3,7 @@ algorithms' own sections that says what is sampled."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -51,6 +51,8 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
             error.
     """
 
+    needs_rewards: ClassVar[bool] = True
+
     num_prompts_per_step: PositiveInt = 4
     num_generations_per_prompt: PositiveInt = 8
     num_epochs_per_step: PositiveInt = 1
@@ -68,7 +70,7 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
 
     def check(self, run: RolloutRunConfig) -> None:
         """Raises `ValueError` when this does not go with the run's other sections."""
-        if not run.rewards and run.environment is None:
+        if (self.needs_rewards or self.dynamic_sampling) and not run.rewards and run.environment is None:
             raise ValueError("rewards: expected at least one function, or an environment that gives rewards")
         rows, per_step = self.rows_per_step, run.policy.train_global_batch_size
         if rows % per_step or per_step % self.num_generations_per_prompt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from surefoot.data.prepare import Dataset
@@ -12,14 +12,23 @@ from surefoot.rollout.rewards import Scores
 from surefoot.rollout.rollouts import Request, Rollout, Rollouts
 from surefoot.types import Metric, Metrics, Poll, merge_metrics
 
+Measure = Callable[[Sequence[Rollout]], Metrics]
 
-def evaluate(rollouts: Rollouts, datasets: Mapping[str, Dataset], config: EvaluationConfig, poll: Poll) -> Metrics:
-    """ "<set>/<metric>" for each set and "<metric>" over all: `reward` and `reward/<name>` (means over completions),
-    `pass@<k>` (mean over prompts), `truncated` (a fraction) and `completion_tokens` (a mean)."""
+
+def evaluate(
+    rollouts: Rollouts,
+    datasets: Mapping[str, Dataset],
+    config: EvaluationConfig,
+    poll: Poll,
+    measure: Measure = lambda found: {},
+) -> Metrics:
+    """ "<set>/<metric>" for each set and "<metric>" over all: where there are rewards, `reward` and `reward/<name>`
+    (means over completions) and `pass@<k>` (mean over prompts); `truncated` (a fraction), `completion_tokens` (a mean),
+    and what `measure` finds on each batch of rollouts."""
     by_set: dict[str, dict[str, Metric]] = {}
     for name, dataset in datasets.items():
         batches = range(0, len(dataset), config.num_prompts_per_batch)
-        by_set[name] = merge_metrics(_batch(rollouts, dataset, start, config, poll) for start in batches)
+        by_set[name] = merge_metrics(_batch(rollouts, dataset, start, config, poll, measure) for start in batches)
     found = {f"{name}/{key}": metric for name, metrics in by_set.items() for key, metric in metrics.items()}
     return found | merge_metrics(by_set.values())
 
@@ -34,7 +43,9 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
-def _batch(rollouts: Rollouts, dataset: Dataset, start: int, config: EvaluationConfig, poll: Poll) -> Metrics:
+def _batch(
+    rollouts: Rollouts, dataset: Dataset, start: int, config: EvaluationConfig, poll: Poll, measure: Measure
+) -> Metrics:
     n = config.num_generations_per_prompt
     rows = range(start, min(start + config.num_prompts_per_batch, len(dataset)))
     requests = [
@@ -44,7 +55,7 @@ def _batch(rollouts: Rollouts, dataset: Dataset, start: int, config: EvaluationC
     ]
     temperature = rollouts.sampling.temperature if config.temperature is None else config.temperature
     found = rollouts.sample(requests, replace(rollouts.sampling, temperature=temperature), poll)
-    return _measured(found, rollouts.score(found, poll), config)
+    return {**_measured(found, rollouts.score(found, poll), config), **measure(found)}
 
 
 def _measured(found: Sequence[Rollout], scores: Scores, config: EvaluationConfig) -> dict[str, Metric]:
@@ -52,7 +63,8 @@ def _measured(found: Sequence[Rollout], scores: Scores, config: EvaluationConfig
     judged = scores.total if config.pass_reward is None else values[config.pass_reward]
     passed: dict[str, list[bool]] = {}
     for rollout, value in zip(found, judged, strict=True):
-        passed.setdefault(rollout.request.group, []).append(value >= config.pass_threshold)
+        if scores.values:
+            passed.setdefault(rollout.request.group, []).append(value >= config.pass_threshold)
     lists = {
         "reward": scores.total,
         **{f"reward/{name}": column for name, column in values.items()},

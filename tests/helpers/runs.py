@@ -15,9 +15,10 @@ import yaml
 from rich.console import Console
 
 from surefoot import build, loop
-from surefoot.config import RunConfig
+from surefoot.config import EngineConfig, RunConfig
 from surefoot.config_file import load_algorithm, parse_config
 from surefoot.demo import task
+from surefoot.engine import models
 from surefoot.run import Outcome, Run
 
 _LORA = {"lora": {"dim": 4, "dropout": 0.1}}
@@ -26,6 +27,13 @@ _GRPO = {
     "generation": {"max_new_tokens": 4, "num_slots": 4},
     "rewards": [{"name": "length", "target": 20, "unit": "characters"}, {"name": "exact_match"}],
 }
+_TEACHERS = [{"model": "FOLDER/teacher_1"}, {"model": "FOLDER/teacher_2", "weight": 3.0}]
+_DISTILLATION = {
+    "distillation": {"teachers": _TEACHERS[:1], "num_prompts_per_step": 4, "top_k": 3},
+    "generation": {"max_new_tokens": 4, "num_slots": 4},
+    "evaluation": {"num_prompts_per_batch": 4},
+}
+_OFFLINE = {"teachers": _TEACHERS[:1], "val_batch_size": 4}
 _DPO = {"beta": 0.5, "val_batch_size": 4}
 
 # Case -> the algorithm, and what its configuration has besides the common part; FOLDER is the project's.
@@ -47,6 +55,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "grpo": {**_GRPO["grpo"], "num_epochs_per_step": 2},
             "policy": {"train_global_batch_size": 2},
         },
+    ),
+    "distillation": ("distillation", _DISTILLATION),
+    "distillation-mixed": (
+        "distillation",
+        {
+            **_DISTILLATION,
+            "distillation": {
+                **{"teachers": _TEACHERS, "divergence": "jsd", "num_prompts_per_step": 4},
+                **{"student_fraction": 0.5, "others": "teacher"},
+            },
+            "policy": _LORA,
+        },
+    ),
+    "distillation-reward": (
+        "distillation",
+        {
+            **_DISTILLATION,
+            "distillation": {"teachers": _TEACHERS[:1], "num_prompts_per_step": 4, "loss": "reward"},
+            "policy": {"train_global_batch_size": 2},
+        },
+    ),
+    "distillation-offline": (
+        "distillation_offline",
+        {"distillation_offline": {**_OFFLINE, "top_k": 3, "precompute": True, "cache": "FOLDER/cache"}},
     ),
 }
 
@@ -87,7 +119,20 @@ def write_project(folder: Path, *, case: str = "sft", num_rows: int = NUM_ROWS, 
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(_merged(values, extra), sort_keys=False).replace("FOLDER", str(folder)))
+    if algorithm.startswith("distillation"):
+        for number in (1, 2):
+            write_model(folder / f"teacher_{number}", file, seed=number)
     return file
+
+
+def write_model(folder: Path, file: Path, *, seed: int, **overrides: Any) -> None:
+    """A model like the configuration's, of other random weights, as a folder with its tokenizer."""
+    policy = yaml.safe_load(file.read_text())["policy"]
+    init = {"model_init": {**policy["model_init"], "initializer_range": 0.3, **overrides}}
+    section = EngineConfig.model_validate({**policy, **init, "lora": None})
+    loaded = models.load(section, tokenizer=models.load_tokenizer(section), seed=seed)
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
 
 
 def _merged(values: Any, extra: Any) -> Any:
