@@ -140,7 +140,7 @@ def _assembled(
     rollouts = build_rollouts.rollouts(config, tokenizer, conversations, opened)
     timeline, completions = Timeline(time.perf_counter), Completions(Path(config.run_dir) / "completions")
     data = (tokenizer, train_data, validation_data)
-    kit = Kit(config, *data, engines, plane, rollouts, timeline.phase, completions.write)
+    kit = Kit(config, *data, engines, plane, rollouts, timeline.phase, completions.write, builder.tokenizers)
     source = algorithm.source(kit)
     total_steps = _total_steps(config, source)
     loaded = builder.load()

@@ -30,6 +30,7 @@ class EngineBuilder:
         tokenizer: the run's.
         point: where the run goes on from.
         local: engines with a model of their own, made so far.
+        tokenizers: of engines that have their own; `check_folders` loads them.
     """
 
     specs: Mapping[str, EngineSpec]
@@ -38,14 +39,20 @@ class EngineBuilder:
     point: ResumePoint
     plane: DataPlane
     local: dict[str, LocalEngine] = field(default_factory=dict)
+    tokenizers: dict[str, Any] = field(default_factory=dict)
 
     def check_folders(self) -> None:
-        """What the small files of further models tell. Raises `ModelError`, also for another tokenizer."""
+        """What the small files of further models tell. Raises `ModelError`, also for another tokenizer where it must be
+        the policy's."""
         for name, spec in self.specs.items():
             if spec.model is not None:
                 section = self._section(spec)
                 models.check_folder(section, spec.kind, f"the model of {name}")
-                models.require_same_tokenizer(self.tokenizer, models.load_tokenizer(section), spec.model)
+                tokenizer = models.load_tokenizer(section)
+                if spec.own_tokenizer:
+                    self.tokenizers[name] = tokenizer
+                else:
+                    models.require_same_tokenizer(self.tokenizer, tokenizer, spec.model)
 
     def load(self) -> dict[str, LoadedModel]:
         """The models of the trained engines."""
@@ -85,12 +92,15 @@ class EngineBuilder:
         update: dict[str, Any] = {"lora": None}
         if spec.model is not None:
             update |= {"model_name": spec.model, "model_init": None, "tokenizer": TokenizerConfig()}
+        if spec.max_length is not None:
+            update["max_total_sequence_length"] = spec.max_length
         return self.config.policy.model_copy(update=update)
 
     def _load(self, name: str, spec: EngineSpec) -> LoadedModel:
         section = self._section(spec)
         if self.point.reader is None or not (spec.trained or spec.synced):
-            return models.load(section, tokenizer=self.tokenizer, seed=self.config.seed, kind=spec.kind)
+            tokenizer = self.tokenizers.get(name, self.tokenizer)
+            return models.load(section, tokenizer=tokenizer, seed=self.config.seed, kind=spec.kind)
         reader = self.point.reader.under(name)
         return models.load_from_checkpoint(reader, section, self.tokenizer, seed=self.config.seed, kind=spec.kind)
 
@@ -106,7 +116,7 @@ class EngineBuilder:
             save_optimizer=self.config.checkpointing.save_optimizer,
             trained=spec.trained,
             synced=spec.synced,
-            num_ids=num_ids(self.tokenizer),
+            num_ids=num_ids(loaded.tokenizer),
         )
 
     def _frozen(self, name: str, spec: EngineSpec) -> Engine:

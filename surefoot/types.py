@@ -414,7 +414,10 @@ class EngineSpec:
         trained: a frozen engine has no optimizer and is not captured; its fingerprint is.
         base_of: a frozen engine is the named engine's model as it was before training: with LoRA a view of the same
             model with its adapter off, else a second one.
-        model: a frozen engine's own folder, in place of that. Its tokenizer must be the policy's.
+        model: a frozen engine's own folder, in place of that. Its tokenizer must be the policy's, or:
+        own_tokenizer: it reads with its folder's tokenizer (`Kit.tokenizers`), whatever that is, rows that are made for
+            it.
+        max_length: tokens of a row of its own; default: the policy's.
         synced: an engine that is not trained, yet changed: it is captured and restored like a trained one.
         precomputed: what a frozen engine puts out on all rows of the data sets by this head is computed before the
             first step, kept in the folder `cache`, and looked up: the model is in memory for that time at most.
@@ -425,6 +428,8 @@ class EngineSpec:
     trained: bool = True
     base_of: str = "policy"
     model: str | None = None
+    own_tokenizer: bool = False
+    max_length: int | None = None
     synced: bool = False
     precomputed: Head | None = None
     cache: str | None = None
@@ -558,6 +563,7 @@ class Kit:
         rollouts: a `surefoot.rollout.Rollouts`, which samples and scores completions, where rows are prompts.
         phase: times a part of a step under a name, as the report's does.
         record: shows and keeps a step's rollouts, by columns.
+        tokenizers: of engines that have their own, by the engines' names.
     """
 
     config: Any
@@ -569,6 +575,7 @@ class Kit:
     rollouts: Any = None
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     record: Callable[[int, Columns], None] = lambda step, columns: None
+    tokenizers: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Algorithm(ABC):

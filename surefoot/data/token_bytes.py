@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from tokenizers import Tokenizer
 
 END = b"\xff"  # what an end-of-turn token stands for here: a byte that no text has
@@ -30,8 +31,8 @@ class TokenBytes:
     """The bytes of each token of a fast tokenizer, in the middle of a text.
 
     Those of byte-level and byte-fallback tokens are exact, parts of characters too. Of other tokens they are what the
-    tokenizer's decoder makes of one that follows another. Special tokens stand for their own names, as a text that has
-    these names in it is tokenized with them.
+    tokenizer's decoder makes of one that follows another. Special tokens stand for their own names, which in a text are
+    tokenized as any other letters.
 
     Args:
         tokenizer: a Hugging Face fast tokenizer.
@@ -42,12 +43,20 @@ class TokenBytes:
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
+        self.backend.encode_special_tokens = True  # their names in a text are text
         self.end_ids = tuple(end_ids)
         self.special = frozenset(self.backend.get_added_tokens_decoder())
         self.table = _table(self.backend)
         for token in self.end_ids:
             self.table[token] = END
         self.lengths = np.array([len(data) for data in self.table], np.int64)
+        written = self.join(self.backend.encode("a", add_special_tokens=False).ids)
+        self.adds_space = written == b" a"  # before every text, and takes it off again
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that the table follows from."""
+        return xxhash.xxh3_128_hexdigest(f"{self.end_ids} {self.backend.to_str()}".encode())
 
     def __len__(self) -> int:
         """One more than the highest id; models may have further rows, which no text leads to."""
@@ -59,6 +68,11 @@ class TokenBytes:
     def ends(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Ends:
         """In the bytes of `join`."""
         return self.lengths[np.asarray(ids, np.int64)].cumsum()
+
+    def read(self, ids: Sequence[int]) -> tuple[bytes, Ends]:
+        """The bytes of a text that begins with these tokens, and where in them each ends."""
+        data, ends = self.join(ids), self.ends(ids)
+        return (data[1:], (ends - 1).clip(min=0)) if self.adds_space and data.startswith(b" ") else (data, ends)
 
     def spell(self, text: str) -> Spelled | None:
         """The text's tokens and where they end, or `None` where they do not give it back: it has unknown words, or
@@ -80,7 +94,7 @@ class TokenBytes:
         joined = self.join(ids)
         if joined == data:
             return Spelled(ids, self.ends(ids))
-        if joined == b" " + data:  # a space that the tokenizer puts before every text, and takes off again
+        if self.adds_space and joined == b" " + data:
             return Spelled(ids, (self.ends(ids) - 1).clip(min=0))
         if self.backend.decode(ids, skip_special_tokens=False) != text:
             return None

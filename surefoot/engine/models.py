@@ -248,6 +248,11 @@ def require_same_tokenizer(policy: Any, other: Any, name: str) -> None:
         )
 
 
+def has_same_tokenizer(policy: Any, other: Any) -> bool:
+    """Whether each token has one id in both, and the special ones are the same."""
+    return _ids_by_name(policy) == _ids_by_name(other)
+
+
 def _ids_by_name(tokenizer: Any) -> dict[str, Any]:
     """Tokens, added ones included, and the special ones by their roles."""
     roles = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad", "unk")}

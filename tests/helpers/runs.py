@@ -20,6 +20,7 @@ from surefoot.config_file import load_algorithm, parse_config
 from surefoot.demo import task
 from surefoot.engine import models
 from surefoot.run import Outcome, Run
+from tests.helpers.tokenizer_kinds import pieces_of_sums
 
 _LORA = {"lora": {"dim": 4, "dropout": 0.1}}
 _GRPO = {
@@ -34,6 +35,14 @@ _DISTILLATION = {
     "evaluation": {"num_prompts_per_batch": 4},
 }
 _OFFLINE = {"teachers": _TEACHERS[:1], "val_batch_size": 4}
+_OTHER = {"model": "FOLDER/other", "max_total_sequence_length": 64}
+_CROSS: dict[str, Any] = {
+    "cross_tokenizer": {
+        **{"teachers": [_OTHER], "num_prompts_per_step": 4, "top_k": 20},
+        **{"val_batch_size": 4, "cache": "FOLDER/cache"},
+    },
+    "generation": {"max_new_tokens": 4, "num_slots": 4},
+}
 _DPO = {"beta": 0.5, "val_batch_size": 4}
 
 # Case -> the algorithm, and what its configuration has besides the common part; FOLDER is the project's.
@@ -80,6 +89,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "distillation_offline",
         {"distillation_offline": {**_OFFLINE, "top_k": 3, "precompute": True, "cache": "FOLDER/cache"}},
     ),
+    "cross_tokenizer": ("cross_tokenizer", _CROSS),
+    "cross_tokenizer-offline": (
+        "cross_tokenizer",
+        {
+            **_CROSS,
+            "cross_tokenizer": {
+                **_CROSS["cross_tokenizer"],
+                **{"teachers": [_OTHER, _TEACHERS[0]], "teacher_choice": "best"},
+                **{"student_fraction": 0, "loss": "projection", "ce_weight": 0.5, "ce_dynamic": True, "top_k": None},
+            },
+        },
+    ),
 }
 
 NUM_ROWS = 20
@@ -119,17 +140,21 @@ def write_project(folder: Path, *, case: str = "sft", num_rows: int = NUM_ROWS, 
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(_merged(values, extra), sort_keys=False).replace("FOLDER", str(folder)))
-    if algorithm.startswith("distillation"):
+    if algorithm.startswith(("distillation", "cross_tokenizer")):
         for number in (1, 2):
             write_model(folder / f"teacher_{number}", file, seed=number)
+    if algorithm == "cross_tokenizer":
+        pieces_of_sums().save_pretrained(folder / "pieces")
+        write_model(folder / "other", file, seed=3, tokenizer=folder / "pieces")
     return file
 
 
-def write_model(folder: Path, file: Path, *, seed: int, **overrides: Any) -> None:
-    """A model like the configuration's, of other random weights, as a folder with its tokenizer."""
+def write_model(folder: Path, file: Path, *, seed: int, tokenizer: Path | None = None, **overrides: Any) -> None:
+    """A model like the configuration's, of other random weights, as a folder with its tokenizer, or with another."""
     policy = yaml.safe_load(file.read_text())["policy"]
     init = {"model_init": {**policy["model_init"], "initializer_range": 0.3, **overrides}}
-    section = EngineConfig.model_validate({**policy, **init, "lora": None})
+    named = {"tokenizer": {"name": str(tokenizer)}} if tokenizer is not None else {}
+    section = EngineConfig.model_validate({**policy, **init, **named, "lora": None})
     loaded = models.load(section, tokenizer=models.load_tokenizer(section), seed=seed)
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)

@@ -8,7 +8,7 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers.tokenizers import byte_level
+from tests.helpers.tokenizers import CHATML, byte_level
 
 TEXTS = (
     "the quick brown fox jumps over the lazy dog. it's what is 2 + 3? it is 5!",
@@ -54,6 +54,24 @@ def characters() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
     return _wrapped(tokenizer, "<s>", "</s>")
+
+
+@cache
+def pieces_of_sums() -> PreTrainedTokenizerFast:
+    """Byte-level, with several digits to a token, and a chat template of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    sums = [f"{a}+{b}={a + b}" for a in range(10, 99, 7) for b in range(10, 99, 3)]
+    tokenizer.train_from_iterator([*sums, *["user", "assistant"] * 90], trainer)
+    made = _wrapped(tokenizer, "<s>", "<|im_end|>")
+    made.chat_template = CHATML
+    return made
 
 
 KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
