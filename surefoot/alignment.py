@@ -81,6 +81,16 @@ def align(first: Tokens, second: Tokens) -> Chunks:
     return Chunks(numbers[0], numbers[1], counts)
 
 
+def one_to_one(first: Tokens, second: Tokens, chunks: Chunks) -> int:
+    """How many of the chunks of `align(first, second)` are one token on both sides."""
+    before = chunks.counts.cumsum(0) - chunks.counts
+    sizes = [
+        (before[_text_of(side)] + numbers)[numbers >= 0].bincount(minlength=int(chunks.counts.sum()))
+        for side, numbers in ((first, chunks.first), (second, chunks.second))
+    ]
+    return int(((sizes[0] == 1) & (sizes[1] == 1)).sum())
+
+
 def _text_of(side: Tokens) -> Tensor:
     """int64 [tokens]: the text that each belongs to."""
     text = torch.repeat_interleave(torch.arange(len(side.offsets) - 1), side.offsets.diff())

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.alignment import Chunks, Tokens, align
+from surefoot.alignment import Chunks, Tokens, align, one_to_one
 from surefoot.data.token_bytes import Spelled, TokenBytes
 from tests.helpers.tokenizer_kinds import KINDS, TEXTS
 
@@ -55,6 +55,12 @@ def test_texts_do_not_touch_each_other() -> None:
     together = chunks(first, second)
     for side in range(3):
         assert together[side] == [number for parts in alone for number in parts[side]]
+
+
+def test_chunks_of_one_token_on_both_sides_are_counted() -> None:
+    """Of a|bc and ab|c none is; of one token each, one after the other, all are; none of a text that was cut."""
+    first, second = Tokens.of([[1, 3], [2], [2], [2, 4]]), Tokens.of([[2, 3], [2], [2], [1]])
+    assert one_to_one(first, second, align(first, second)) == 2
 
 
 def test_what_is_no_alignment_is_refused() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.alignment import Tokens, align
+from surefoot.alignment import Tokens, align, one_to_one
 from surefoot.checkpoint import TensorCache, cache_home
 from surefoot.data.retokenize import Retokenizer, Retold
 from surefoot.data.rows import Prompt
@@ -32,7 +32,7 @@ Summary = Callable[[Target, Tensor, Spans], Target]  # of tokens' distributions,
 class CrossTeacher:
     """
     Attributes:
-        name: of its engine and columns. `model`: for people.
+        name: of its engine and columns. `model`: for people. `student`: the student's tokens.
         retokenize: `None` where its tokenizer is the student's: then it reads the student's own rows, and each token is
             a chunk.
         head: what it puts out, on completions alone.
@@ -42,6 +42,7 @@ class CrossTeacher:
 
     name: str
     model: str
+    student: TokenBytes
     retokenize: Retokenizer | None
     head: Head
     summary: Summary
@@ -65,45 +66,54 @@ class CrossTeacher:
         kept = [i for i, row in enumerate(retold) if isinstance(row, Retold)]
         rows = [row for row in retold if isinstance(row, Retold)]
         self._count(retold, ref)
-        chunks = align(Tokens.of([row.student_ends for row in rows]), Tokens.of([row.ends for row in rows]))
+        sides = Tokens.of([row.student_ends for row in rows]), Tokens.of([row.ends for row in rows])
+        chunks = align(*sides)
         ours = dict(zip(kept, torch.split(chunks.first, [len(row.student_ends) for row in rows]), strict=True))
         theirs = torch.split(chunks.second, [len(row.ends) for row in rows])
-        self._measure(chunks.first, chunks.second)
+        total = int(chunks.counts.sum())
+        share = one_to_one(*sides, chunks) / max(total, 1)
+        self.metrics = {**self.metrics, f"one_to_one/{self.name}": Metric(share, float(total))}
         said = self._said([ref.ids[i] for i in kept], rows, kit)
-        found: dict[str, list[Tensor]] = {part: [] for part in ("chunk", "ids", "logprobs", "rest")}
+        found = [self._blank(length) for length in ref.lengths]
         likelihoods = [-torch.inf] * len(ref)
-        spoken = dict(zip(kept, zip(rows, said, theirs, strict=True), strict=True))
-        for i, length in enumerate(ref.lengths):
-            made = {
-                "chunk": torch.zeros(length, dtype=torch.int64),
-                "ids": torch.zeros(length, self.head.k, dtype=torch.int64),
-                "logprobs": torch.zeros(length, self.head.k),
-                "rest": torch.zeros(length),
-            }
-            if i in spoken:
-                row, out, numbers = spoken[i]
-                own, inside = out["logprobs"], numbers >= 0
-                likelihoods[i] = float(own.sum()) / max(int(row.ends.max()), 1)
-                target = Target(out["topk_ids"], out["topk_logprobs"], out["topk_rest"])
-                target = Target(*(part[inside] for part in (target.ids, target.logprobs, target.rest)))
-                if len(target.ids):
-                    target = self.summary(target, own[inside], Spans.of(numbers[inside]))
-                    made["chunk"][places[i]] = ours[i] + 1
-                    first = places[i][Spans.of(ours[i][ours[i] >= 0]).first]
-                    made["ids"][first], made["logprobs"][first] = target.ids, target.logprobs
-                    made["rest"][first] = target.rest
-            for part, values in made.items():
-                found[part].append(values)
-        return found, likelihoods
+        for i, row, out, numbers in zip(kept, rows, said, theirs, strict=True):
+            likelihoods[i] = float(out["logprobs"].sum()) / max(int(row.ends.max()), 1)
+            self._fill(found[i], places[i], ours[i], out, numbers)
+        return {part: [row[part] for row in found] for part in self._blank(0)}, likelihoods
+
+    def _blank(self, length: int) -> dict[str, Tensor]:
+        """A row's columns where it has no chunks."""
+        k = self.head.k
+        return {
+            "chunk": torch.zeros(length, dtype=torch.int64),
+            "ids": torch.zeros(length, k, dtype=torch.int64),
+            "logprobs": torch.zeros(length, k),
+            "rest": torch.zeros(length),
+        }
+
+    def _fill(
+        self, row: dict[str, Tensor], places: Tensor, ours: Tensor, out: Mapping[str, Tensor], theirs: Tensor
+    ) -> None:
+        """`places` [completion]: its tokens in the row. `ours`, `theirs`: the chunk of each token on that side."""
+        inside = theirs >= 0
+        if not inside.any():
+            return
+        target = Target(*(out[f"topk_{part}"][inside] for part in ("ids", "logprobs", "rest")))
+        target = self.summary(target, out["logprobs"][inside], Spans.of(theirs[inside]))
+        row["chunk"][places] = ours + 1
+        first = places[Spans.of(ours[ours >= 0]).first]
+        row["ids"][first], row["logprobs"][first], row["rest"][first] = target.ids, target.logprobs, target.rest
 
     def _retold(self, prompt: Prompt, completion: Sequence[int], ids: Tensor, mask: Tensor) -> Retold | str:
         if self.retokenize is not None:
             return self.retokenize(prompt, completion)
-        ends = torch.arange(1, len(completion) + 1)
+        ends = torch.from_numpy(self.student.ends(completion))
         return Retold(ids, mask, ends, ends, 0) if completion else "an empty completion"
 
     def _said(self, names: Sequence[str], rows: Sequence[Retold], kit: Kit) -> list[dict[str, Tensor]]:
         """The outputs on each row's completion. The rows are the teacher's own, under ids of their own."""
+        if not rows:
+            return []
         ids = tuple(f"{self.name}:{name}" for name in names)
         lengths = tuple(len(row.ids) for row in rows)
         ref = BatchRef(ids, ids, lengths, (0,) * len(rows), frozenset())
@@ -137,16 +147,6 @@ class CrossTeacher:
             f"cut_rows/{self.name}": Metric(float(cut), reduce="sum"),
         }
 
-    def _measure(self, first: Tensor, second: Tensor) -> None:
-        one, total = _one_to_one(first, second)
-        self.metrics = {**self.metrics, f"one_to_one/{self.name}": Metric(one / total if total else 0.0, float(total))}
-
-
-def _one_to_one(first: Tensor, second: Tensor) -> tuple[int, int]:
-    """Chunks of one token on both sides, and all chunks. [tokens] each: chunk numbers, text after text."""
-    sizes = [torch.unique_consecutive(side[side >= 0], return_counts=True)[1] for side in (first, second)]
-    return int(((sizes[0] == 1) & (sizes[1] == 1)).sum()), len(sizes[0])
-
 
 def known_map(student: TokenBytes, teacher: TokenBytes, folder: Path | None) -> VocabularyMap:
     """From the cache, or made and put there. `folder`: default: surefoot/vocabularies in the user's cache."""
@@ -176,12 +176,13 @@ def report(model: str, vocabulary: VocabularyMap, retokenize: Retokenizer, texts
             "(it drops spaces or has unknown characters). Take a teacher whose tokenizer is byte-level or falls back "
             "to bytes"
         )
-    chunks = align(Tokens.of([a.ends for a, _ in both]), Tokens.of([b.ends for _, b in both]))
-    one, total = _one_to_one(chunks.first, chunks.second)
+    first, second = Tokens.of([a.ends for a, _ in both]), Tokens.of([b.ends for _, b in both])
+    chunks = align(first, second)
+    share_of_chunks = one_to_one(first, second, chunks) / max(int(chunks.counts.sum()), 1)
     _log.info(
         "%s has another tokenizer: byte-identical are %s; on %d texts of the data %.1f %% of the chunks are one token "
         "to one, and %d texts cannot be aligned",
-        *(model, share, len(texts), 100 * one / max(total, 1), len(texts) - len(both)),
+        *(model, share, len(texts), 100 * share_of_chunks, len(texts) - len(both)),
     )
 
 

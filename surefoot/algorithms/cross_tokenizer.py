@@ -197,7 +197,7 @@ class CrossTokenizer(Algorithm):
         head = Head(("logprobs", "topk"), config.temperature, k, mask="loss_mask", known_only=True)
         if has_same_tokenizer(kit.tokenizer, tokenizer):
             same = SameVocabulary(divergence, whole=k == size)
-            return CrossTeacher(name, settings.model, None, head, lambda target, own, spans: target), same
+            return CrossTeacher(name, settings.model, student, None, head, lambda target, own, spans: target), same
         longest = settings.max_total_sequence_length or run.policy.max_total_sequence_length
         retokenize = Retokenizer(student, tokenizer, run.data, longest)
         vocabulary = known_map(student, retokenize.teacher, Path(config.cache) if config.cache else None)
@@ -212,10 +212,9 @@ class CrossTokenizer(Algorithm):
             loss = Gold.of(
                 vocabulary.same, vocabulary.sizes, weights, divergence=divergence, merge=merge, whole=k == size
             )
-            return CrossTeacher(name, settings.model, retokenize, head, _merging(merge)), loss
-        matrix = (vocabulary.rows, vocabulary.columns, vocabulary.weights)
-        loss = Projection(divergence, *matrix, size, whole=k == size)
-        return CrossTeacher(name, settings.model, retokenize, head, _averaging(size)), loss
+            return CrossTeacher(name, settings.model, student, retokenize, head, _merging(merge)), loss
+        loss = Projection.of(divergence, vocabulary.rows, vocabulary.columns, vocabulary.weights, size)
+        return CrossTeacher(name, settings.model, student, retokenize, head, _averaging(size)), loss
 
     def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:
         columns: dict[str, Any] = kit.plane.get(ref, ["row_index", "input_ids", "loss_mask"])

@@ -63,7 +63,8 @@ class Retokenizer:
         if max(completion, default=0) >= len(self.student):
             return "an id that the student's tokenizer lacks"
         data, student_ends = self.student.read(completion)
-        text = _whole_characters(data.removesuffix(END))
+        ended = data.endswith(END)
+        text = _text(data.removesuffix(END), cut=not ended)
         if text is None:
             return "a completion that is no text"
         asked = self._encoder.encode(prompt)
@@ -76,7 +77,7 @@ class Retokenizer:
         if said is None:
             return "a text that the teacher's tokenizer does not give back"
         ids, ends = said.ids, said.ends
-        if data.endswith(END) and self.teacher.end_ids:
+        if ended and self.teacher.end_ids:
             ids, ends = [*ids, self.teacher.end_ids[-1]], np.append(ends, len(data))
         room = self._max_length - len(prompt_ids)
         if not ids or not completion:
@@ -91,9 +92,10 @@ class Retokenizer:
         )
 
 
-def _whole_characters(data: bytes) -> str | None:
-    """The text, without the beginning of a character that a cut has left at its end."""
+def _text(data: bytes, *, cut: bool) -> str | None:
+    """`cut`: the beginning of a character at the end is left out."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        return data[: error.start].decode() if error.end == len(data) and "end of data" in error.reason else None
+        at_end = error.end == len(data) and "end of data" in error.reason
+        return data[: error.start].decode() if cut and at_end else None

@@ -171,32 +171,36 @@ class Projection:
     teacher's. Of a chunk of several tokens, both sides' distributions are the means of their tokens'.
 
     So a student's token that the teacher writes as three counts a third on each of these, and the teacher's mean over
-    its three tokens has a third of its mass near each. What the matrix carries nowhere is mass that the student lacks.
+    its three tokens has a third of its mass near each. What has no counterpart on the other side, and what is outside
+    the teacher's top k, is one more cell on both sides: so the divergence is one of distributions, never negative.
 
     Attributes:
         rows, columns, weights: [entries], of the matrix [student, teacher].
-        teacher_vocabulary: its number of ids.
-        whole: the targets hold the teacher's whole vocabulary; else its top k, the mass outside being one more cell.
+        reached: bool [teacher's vocabulary]: ids that the matrix leads to.
     """
 
     divergence: Divergence
     rows: Tensor
     columns: Tensor
     weights: Tensor
-    teacher_vocabulary: int
-    whole: bool = True
+    reached: Tensor
+
+    @classmethod
+    def of(cls, divergence: Divergence, rows: Tensor, columns: Tensor, weights: Tensor, vocabulary: int) -> Projection:
+        """`vocabulary`: the teacher's number of ids."""
+        reached = torch.zeros(vocabulary, dtype=torch.bool)
+        reached[columns] = True
+        return cls(divergence, rows, columns, weights, reached)
 
     def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
         student = spans.means(logprobs.exp())
         rows, columns, weights = (part.to(student.device) for part in (self.rows, self.columns, self.weights))
-        shape = (len(student), self.teacher_vocabulary)
-        carried = student.new_zeros(shape).index_add(1, columns, student[:, rows] * weights)
+        carried = student.new_zeros(len(student), len(self.reached)).index_add(1, columns, student[:, rows] * weights)
+        lost = ~self.reached.to(student.device)[target.ids]
         kept = carried.gather(1, target.ids)
-        ours, theirs = kept, target.logprobs
-        if not self.whole:
-            ours = torch.cat([kept, (1 - kept.sum(1, keepdim=True))], 1)
-            theirs = torch.cat([theirs, target.rest[:, None]], 1)
-        ours = ours.clamp(min=math.exp(FLOOR)).log()
+        rest = torch.cat([target.logprobs.masked_fill(~lost, -torch.inf), target.rest[:, None]], 1).logsumexp(1)
+        ours = torch.cat([kept, 1 - kept.sum(1, keepdim=True)], 1).clamp(min=math.exp(FLOOR)).log()
+        theirs = torch.cat([target.logprobs.masked_fill(lost, FLOOR), rest[:, None]], 1)
         return {"loss": self.divergence(ours, theirs.clamp(min=FLOOR))}
 
 

@@ -42,7 +42,7 @@ def losses(divergence: Divergence, *, whole: bool) -> dict[str, ChunkLoss]:
     every, ones = torch.arange(V), torch.ones(V)
     return {
         "gold": Gold.of(torch.stack([every, every]), (V, V), divergence=divergence, whole=whole),
-        "projection": Projection(divergence, every, every, ones, V, whole=whole),
+        "projection": Projection.of(divergence, every, every, ones, V),
         "same": SameVocabulary(divergence, whole=whole),
     }
 
@@ -120,22 +120,18 @@ def test_gold_with_a_vocabulary_without_counterpart_or_others() -> None:
 
 def test_projection_by_hand() -> None:
     """The student's token 1 is the teacher's 1 and 2, half each; its token 2 is none of the teacher's. The chunk has
-    two tokens of the student: means 0.3, 0.5, 0.2 become 0.3, 0.25, 0.25."""
-    loss = Projection(
-        FORWARD, torch.tensor([0, 1, 1]), torch.tensor([0, 1, 2]), torch.tensor([1.0, 0.5, 0.5]), 3, whole=True
-    )
+    two tokens of the student: means 0.3, 0.5, 0.2 become 0.3, 0.25, 0.25, and 0.2 that is nowhere."""
+    loss = Projection.of(FORWARD, torch.tensor([0, 1, 1]), torch.tensor([0, 1, 2]), torch.tensor([1.0, 0.5, 0.5]), 4)
     student = torch.tensor([[0.5, 0.4, 0.1], [0.1, 0.6, 0.3]]).log()
-    teacher = target(torch.tensor([[0.2, 0.3, 0.5]]).log(), 3)
     spans = Spans.of(torch.tensor([4, 4]))
-    found = float(loss(student, student[:, 0], spans, teacher)["loss"])
-    assert found == pytest.approx(0.2 * math.log(0.2 / 0.3) + 0.3 * math.log(0.3 / 0.25) + 0.5 * math.log(0.5 / 0.25))
-    # Of the top k alone: 0.5 against 0.25, and the rest.
-    found = float(
-        replace(loss, whole=False)(student, student[:, 0], spans, target(torch.tensor([[0.2, 0.3, 0.5]]).log(), 1))[
-            "loss"
-        ]
-    )
-    assert found == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75))
+    # The teacher's token 3 is none of the student's: its 0.1 is compared with that 0.2.
+    teacher = torch.tensor([[0.2, 0.3, 0.4, 0.1]]).log()
+    found = float(loss(student, student[:, 0], spans, target(teacher, 4))["loss"])
+    same = 0.2 * math.log(0.2 / 0.3) + 0.3 * math.log(0.3 / 0.25) + 0.4 * math.log(0.4 / 0.25)
+    assert found == pytest.approx(same + 0.1 * math.log(0.1 / 0.2), abs=1e-6)
+    # Of the top 1 alone: 0.4 against 0.25, and the rest.
+    found = float(loss(student, student[:, 0], spans, target(teacher, 1))["loss"])
+    assert found == pytest.approx(0.4 * math.log(0.4 / 0.25) + 0.6 * math.log(0.6 / 0.75), abs=1e-6)
 
 
 def test_the_mean_of_a_chunk_is_cut_to_the_likeliest_again() -> None:
@@ -182,7 +178,7 @@ def step(rows: int = 8, *, k: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
 def whole_loss(**options: Any) -> CrossTokenizerLoss:
     some = torch.tensor([0, 2, 3])
     gold = Gold.of(torch.stack([some, some.flip(0)]), (V, V), divergence=Divergence("jsd", 0.5), whole=False)
-    projection = Projection(FORWARD, torch.arange(V), torch.arange(V).flip(0), torch.ones(V), V, whole=False)
+    projection = Projection.of(FORWARD, torch.arange(V), torch.arange(V).flip(0), torch.ones(V), V)
     return CrossTokenizerLoss({"a": (0.7, gold), "b": (1.3, projection)}, **options)
 
 
