@@ -119,7 +119,7 @@ class Distillation(Algorithm):
         """On the data set's own answers, where it has some."""
         data, answers = kit.train_data, Answers(kit)
         some = [i for i, prompt in enumerate(data.prompts) if has_answer(prompt)][:_SENSE_ROWS]
-        found = [answers(Request(f"sense_d{i}", 0, data.prompts[i], tuple(data.ids(i).tolist()))) for i in some]
+        found = [answers(Request(f"answer_d{i}", 0, data.prompts[i], tuple(data.ids(i).tolist()))) for i in some]
         if found:
             self._on(found, kit, lambda ref: self._teachers.warn_of_nonsense(ref, kit))
 

@@ -84,7 +84,7 @@ class Precomputed:
                         end = self._keep(ids, found, end, size)
                         done += len(ids)
                         progress(done, total)
-                self._digest = self._digest or _digest(values[:end] for values in self._outputs.values())
+                self._digest = self._digest or _digest(self._outputs[name][:end] for name in self._head.names)
         _log.info("log-probs of the frozen model: %d rows computed, %d from the cache", computed, total - computed)
 
     def _computed(self, engine: Engine, ids: Sequence[Tensor], group_size: int) -> dict[str, Tensor]:

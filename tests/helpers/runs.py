@@ -82,7 +82,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_DISTILLATION,
             "distillation": {"teachers": _TEACHERS[:1], "num_prompts_per_step": 4, "loss": "reward"},
-            "policy": {"train_global_batch_size": 2},
+            "rewards": _GRPO["rewards"],
         },
     ),
     "distillation-offline": (

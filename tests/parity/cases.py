@@ -266,3 +266,47 @@ def gold_rows() -> tuple[GoldSide, GoldSide]:
             offsets.append([(0, 0)] * prompt + spans + [(0, 0)] * rest)
         sides.append(GoldSide(torch.tensor(logits), *(torch.tensor(part) for part in (ids, labels, offsets))))
     return sides[0], sides[1]
+
+
+# ------------------------------------------------------------------------------------------------------- distillation
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """Hidden states [rows, tokens, width] and heads [vocabulary, width] of both sides; `mask` [rows, tokens]."""
+
+    student: Tensor
+    teacher: Tensor
+    student_head: Tensor
+    teacher_head: Tensor
+    mask: Tensor
+
+
+def distilled() -> Distilled:
+    random = Random(11)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.tensor([random.gauss(0.0, 1.0) for _ in range(math.prod(shape))]).reshape(shape)
+
+    mask = torch.tensor([[0.0, 1, 1, 1, 0], [1, 1, 0, 1, 0]])
+    return Distilled(drawn(2, 5, 4), drawn(2, 5, 3), drawn(9, 4), 1.5 * drawn(9, 3), mask)
+
+
+@dataclass(frozen=True)
+class DistillCase:
+    """`theirs`: which of TRL's functions; "top-k" with the tail cell or without."""
+
+    theirs: str
+    beta: float
+    temperature: float = 1.0
+    top_k: int | None = None
+    tail: bool = True
+
+
+DISTILL_CASES: dict[str, DistillCase] = {
+    **{f"generalized_jsd_loss, {b}": DistillCase("generalized_jsd_loss", b) for b in (0.0, 0.3, 0.5, 1.0)},
+    **{f"generalized_jsd_loss, {b}, T 2": DistillCase("generalized_jsd_loss", b, 2.0) for b in (0.0, 0.3, 1.0)},
+    **{f"chunked, {b}, T 1.5": DistillCase("chunked", b, 1.5) for b in (0.0, 0.3, 1.0)},
+    **{f"top 3 and a tail, {b}": DistillCase("top-k", b, top_k=3) for b in (0.0, 0.3, 1.0)},
+    **{f"top 3 renormalised, {b}": DistillCase("top-k", b, top_k=3, tail=False) for b in (0.0, 0.3, 1.0)},
+}

@@ -17,8 +17,10 @@ from tests.parity.cases import (
     MARGINS,
     SCORES,
     Case,
+    DistillCase,
     GoldCase,
     PolicyCase,
+    distilled,
     gold_rows,
     policy_rows,
     rows,
@@ -151,6 +153,43 @@ def policy(case: PolicyCase) -> Values:
     grads = torch.autograd.grad(loss, [logprobs, entropy], allow_unused=True, materialize_grads=True)
     metrics = {name: values[0] for name, values in trainer._metrics["train"].items() if name in _POLICY_METRICS}
     return {"loss": float(loss.detach()), "gradient": torch.stack(grads).tolist(), "metrics": metrics}
+
+
+def distillation(case: DistillCase) -> Values:
+    """`loss`, `gradient` in the student's hidden states and `head_gradient` in its head."""
+    data = distilled()
+    hidden, head = data.student.clone().requires_grad_(), data.student_head.clone().requires_grad_()
+    student, teacher = hidden @ head.t(), data.teacher @ data.teacher_head.t()
+    if case.theirs == "chunked":
+        from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+        sides = (hidden, data.teacher, head, data.teacher_head, data.mask)
+        loss, _, _ = _chunked_divergence_loss(*sides, case.beta, temperature=case.temperature)
+    elif case.theirs == "top-k":
+        loss = _top_k(case, student, teacher, data.mask)
+    else:
+        from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+        labels = torch.where(data.mask != 0, 1, -100)
+        options = {"beta": case.beta, "temperature": case.temperature}
+        loss = GKDTrainer.generalized_jsd_loss(student, teacher, labels, **options)
+    grads = torch.autograd.grad(loss, [hidden, head])
+    return {**_values(loss, grads[0]), "head_gradient": grads[1].tolist()}
+
+
+def _top_k(case: DistillCase, student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """As TRL's server distillation has it for what a server sends of the teacher."""
+    from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket, _jsd_divergence
+
+    assert case.top_k is not None
+    theirs, ids = teacher.log_softmax(-1).topk(case.top_k, dim=-1)
+    ours, valid = student.log_softmax(-1).gather(-1, ids), torch.ones_like(ids, dtype=torch.bool)
+    if case.tail:
+        (ours, cells), (theirs, _) = _add_tail_bucket(ours, valid), _add_tail_bucket(theirs, valid)
+    else:
+        ours, theirs = ours.log_softmax(-1), theirs.log_softmax(-1)
+        cells = valid
+    return _jsd_divergence(ours, theirs, case.beta, cells).sum(-1)[mask != 0].mean()
 
 
 _POLICY_METRICS = {"kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
