@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from surefoot.types import BatchRef, Head, Kit, Metric, Metrics
 _log = logging.getLogger(__name__)
 
 PROBED_TEXTS = 256
+FAR_ABOVE = 10.0  # times the student's perplexity
 Summary = Callable[[Target, Tensor, Spans], Target]  # of tokens' distributions, with their own log-probs, to chunks'
 
 
@@ -146,6 +148,32 @@ class CrossTeacher:
             f"dropped_rows/{self.name}": Metric(float(reasons.total()), reduce="sum"),
             f"cut_rows/{self.name}": Metric(float(cut), reduce="sum"),
         }
+
+
+def warn_of_nonsense(teacher: CrossTeacher, ref: BatchRef, prompts: Sequence[Prompt], kit: Kit) -> None:
+    """A teacher that finds completions of the data far less likely than the student does reads something else than was
+    meant, or teaches something else. `ref`: some of these rows, with the column "student/logprobs"."""
+    _, theirs = teacher.columns(ref, prompts, kit)
+    columns: Any = kit.plane.get(ref, ["input_ids", "loss_mask", "student/logprobs"])
+    ids, masks, logprobs = columns.values()
+    rows = [i for i, found in enumerate(theirs) if found > -torch.inf]
+    if not rows:
+        return
+    completions = [ids[i][masks[i] != 0].tolist() for i in rows]
+    num_bytes = sum(len(teacher.student.read(completion)[0]) for completion in completions)
+    per_token = num_bytes / sum(map(len, completions))
+    ours = -sum(float((logprobs[i] * masks[i]).sum()) for i in rows) / num_bytes
+    mean = -sum(theirs[i] for i in rows) / len(rows)
+    if (mean - ours) * per_token > math.log(FAR_ABOVE):
+        worst = min(rows, key=lambda i: theirs[i])
+        retold = teacher.retokenize(prompts[worst], completions[rows.index(worst)]) if teacher.retokenize else None
+        read = retold.ids if isinstance(retold, Retold) else ids[worst]
+        text = kit.tokenizers[teacher.name].decode(read.tolist(), skip_special_tokens=False)
+        _log.warning(
+            "the teacher %s finds completions of the data far less likely than the student does (%.3g bits per byte, "
+            "the student %.3g): it was trained on other chats, or for something else. It saw %r",
+            *(teacher.model, mean / math.log(2), ours / math.log(2), text[:500]),
+        )
 
 
 def known_map(student: TokenBytes, teacher: TokenBytes, folder: Path | None) -> VocabularyMap:

@@ -12,7 +12,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from surefoot.algorithms._cross_teacher import CrossTeacher, Summary, by_row_index, known_map, report, texts_of
+from surefoot.algorithms._cross_teacher import (
+    CrossTeacher,
+    Summary,
+    by_row_index,
+    known_map,
+    report,
+    texts_of,
+    warn_of_nonsense,
+)
 from surefoot.config import NonNegativeReal, Place, PositiveInt, PositiveReal, Real, Section
 from surefoot.data.encode import Encoder, num_ids
 from surefoot.data.retokenize import Retokenizer
@@ -54,6 +62,8 @@ from surefoot.types import (
     merge_metrics,
 )
 
+_SENSE_ROWS = 8
+
 
 class CrossTeacherConfig(Section):
     """One teacher: a folder or hub name of a model, with whatever tokenizer. One that has the student's own tokenizer
@@ -71,7 +81,8 @@ class CrossTeacherConfig(Section):
 
 
 class CrossTokenizerConfig(RolloutAlgorithmConfig):
-    """
+    """What the student learns from, and by which loss.
+
     Attributes:
         teachers: frozen models to learn from.
         teacher_choice: "weighted": from all, by their weights. "best": of each row from the one that finds its text
@@ -170,7 +181,7 @@ class CrossTokenizer(Algorithm):
         run, config = kit.config, self.config
         self.optimizer_steps_per_step = config.optimizer_steps(run)
         self._minibatch_rows, self._num_ids = run.policy.train_global_batch_size, num_ids(kit.tokenizer)
-        self._prompts = by_row_index(kit.train_data)
+        self._prompts, self._sense_is_checked = by_row_index(kit.train_data), False
         student = TokenBytes(kit.tokenizer, Encoder(kit.tokenizer, run.data, 1).stop_ids())
         made = {name: self._teacher(name, student, kit) for name in config.names}
         self._teachers = [teacher for teacher, _ in made.values()]
@@ -216,7 +227,26 @@ class CrossTokenizer(Algorithm):
         loss = Projection.of(divergence, vocabulary.rows, vocabulary.columns, vocabulary.weights, size)
         return CrossTeacher(name, settings.model, student, retokenize, head, _averaging(size)), loss
 
+    def _check_sense(self, kit: Kit) -> None:
+        """On the data set's own answers, where it has some."""
+        data = kit.train_data
+        some = [i for i, prompt in enumerate(data.prompts) if has_answer(prompt)][:_SENSE_ROWS]
+        if not some:
+            return
+        ref, columns = rows_of([Answers(kit)(Request(f"sense_d{i}", 0, data.prompts[i], ())) for i in some])
+        ref = kit.plane.put(ref, columns)
+        try:
+            head = Head(mask="loss_mask", known_only=True)
+            ref = kit.engines["policy"].infer(ref, head, {"logprobs": "student/logprobs"})
+            for teacher in self._teachers:
+                warn_of_nonsense(teacher, ref, [data.prompts[i] for i in some], kit)
+        finally:
+            kit.plane.drop(ref)
+
     def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:
+        if not self._sense_is_checked:
+            self._sense_is_checked = True
+            self._check_sense(kit)
         columns: dict[str, Any] = kit.plane.get(ref, ["row_index", "input_ids", "loss_mask"])
         if any(int(ids.max()) >= self._num_ids for ids in columns["input_ids"]):
             ref = self._without_unknown_ids(ref, kit, columns)

@@ -83,14 +83,14 @@ def test_tokenizers_that_cannot_be_aligned_are_refused(tmp_path: Path) -> None:
     file = project(tmp_path)
     model = other_teacher(file, words(["hello"]))
     with pytest.raises(ModelError, match=r"cannot be aligned.*20 texts .* 0 are not given back .* 20 by the teacher"):
-        runs.started(project(tmp_path, teachers=[{"model": model}]), f"run_dir={tmp_path / 'other'}", *QUIET)
+        runs.started(project(tmp_path, teachers=[{"model": model}], top_k=3), *QUIET)
 
 
 def test_a_chat_without_the_teachers_template_is_refused(tmp_path: Path) -> None:
     file = project(tmp_path)
     model = other_teacher(file, byte_level(chat_template=None))
     with pytest.raises(ModelError, match="no chat template"):
-        runs.started(project(tmp_path, teachers=[{"model": model}]), f"run_dir={tmp_path / 'other'}", *QUIET)
+        runs.started(project(tmp_path, teachers=[{"model": model}], top_k=3), *QUIET)
 
 
 def test_k_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -165,8 +165,10 @@ def test_rows_that_cannot_be_aligned_are_dropped_and_counted(tmp_path: Path, cap
     assert len(told) == 1 and "the teacher's tokenizer does not give back" in told[0]
 
 
-def test_the_best_teacher_of_a_row_is_the_one_that_finds_it_likeliest(tmp_path: Path) -> None:
-    """One teacher is certain of what is not in the data; the rows are the other's."""
+def test_the_best_teacher_of_a_row_is_the_one_that_finds_it_likeliest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One teacher is certain of what is not in the data, which is warned about; the rows are the other's."""
     file = project(tmp_path)
     sure = tmp_path / "sure"
     shutil.copytree(tmp_path / "teacher_1", sure)
@@ -179,6 +181,8 @@ def test_the_best_teacher_of_a_row_is_the_one_that_finds_it_likeliest(tmp_path: 
     ref = run.source.take(run.clock, lambda: None)
     assert ref is not None
     run.algorithm.enrich(ref, run.kit)
+    (warned,) = [r.getMessage() for r in caplog.records if "far less likely" in r.getMessage()]
+    assert "/sure finds completions" in warned and "It saw '<|bos|><|user|>" in warned
     chunks: Any = run.kit.plane.get(ref, ["teacher_1/chunk", "teacher_2/chunk", "loss_mask"])
     for first, second, mask in zip(*chunks.values(), strict=True):
         assert not first.any()

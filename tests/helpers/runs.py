@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_CROSS,
             "cross_tokenizer": {
                 **_CROSS["cross_tokenizer"],
-                **{"teachers": [_OTHER, _TEACHERS[0]], "teacher_choice": "best"},
+                **{"teachers": [_OTHER, _TEACHERS[1]]},
                 **{"student_fraction": 0, "loss": "projection", "ce_weight": 0.5, "ce_dynamic": True, "top_k": None},
             },
         },
