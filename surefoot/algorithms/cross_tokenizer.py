@@ -276,7 +276,8 @@ class CrossTokenizer(Algorithm):
 
     def observe(self, metrics: Metrics, kit: Kit) -> None:
         if self.config.ce_dynamic and metrics["nll"].value > 0:
-            self._loss = replace(self._loss, ce_scale=metrics["distillation"].value / metrics["nll"].value)
+            scale = max(metrics["distillation"].value, 0.0) / metrics["nll"].value  # gold's may be negative
+            self._loss = replace(self._loss, ce_scale=scale)
 
     def evaluate(self, kit: Kit, poll: Poll) -> Metrics:
         """The student's loss on the answers of the data, per token, where it has some; and rewards, where there are
