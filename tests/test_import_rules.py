@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
     "seeds": set(),
-    "types": {"errors"},
+    "metrics": set(),
+    "types": {"errors", "metrics"},
     "config": EVERYONE,
     "config_file": PARSED,
     "run": {"types", "checkpoint"},  # the manager by name, for annotations

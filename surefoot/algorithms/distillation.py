@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 
 class DistillationConfig(TeachersConfig, RolloutAlgorithmConfig):
-    """
+    """On-policy distillation: what the student learns from, and who answers the prompts.
+
     Attributes:
         loss: "divergence": of whole next-token distributions, at each of the student's tokens. "reward": policy
             gradient with the advantage teacher's log-prob − student's, at the temperature of sampling: the reverse KL

@@ -18,7 +18,8 @@ _SENSE_ROWS = 8
 
 
 class OfflineDistillationConfig(TeachersConfig):
-    """
+    """Distillation on the completions of a data set.
+
     Attributes:
         precompute: what the teachers say of all rows is computed before the first step and kept on disk, so that no
             teacher is in memory while the student trains; needs `top_k`.
