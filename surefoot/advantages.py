@@ -147,6 +147,11 @@ def unpadded(values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     return [row[:length].clone() for row, length in zip(values, lengths, strict=True)]
 
 
+def at_last_token(values: Tensor, mask: Tensor) -> Tensor:
+    """What stands at each row's last own token [rows], 0 in rows without one."""
+    return torch.where(_last(mask != 0), values, 0.0).sum(1)
+
+
 def reinforce_plus_plus(
     rewards: Tensor,
     groups: Sequence[str],
@@ -242,9 +247,13 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 def _token_rewards(rewards: Tensor, own: Tensor, penalties: Tensor | None) -> Tensor:
     """Float64 [rows, tokens]: each row's reward at its last own token, less the penalties; 0 outside."""
-    last = own & (own.flip(1).cumsum(1).flip(1) == 1)
-    at_tokens = torch.where(last, rewards[:, None], 0.0)
+    at_tokens = torch.where(_last(own), rewards[:, None], 0.0)
     return at_tokens if penalties is None else at_tokens - penalties.double().masked_fill(~own, 0.0)
+
+
+def _last(own: Tensor) -> Tensor:
+    """Where each row's last own token is [rows, tokens]."""
+    return own & (own.flip(1).cumsum(1).flip(1) == 1)
 
 
 def _accumulated(

@@ -127,6 +127,7 @@ def _assembled(
     console: Console,
 ) -> Run:
     algorithm = load_algorithm(config.algorithm)(algorithm_config(config))
+    build_rollouts.check_backend(config)
     if config.policy.num_threads is not None:
         torch.set_num_threads(config.policy.num_threads)
     specs = algorithm.engines()
@@ -134,10 +135,11 @@ def _assembled(
     plane = MemoryPlane()
     builder = EngineBuilder(specs, config, tokenizer, point, plane)
     builder.check_folders()
-    conversations = build_rollouts.conversations(config, tokenizer)
+    conversations = build_rollouts.conversations(config, tokenizer, opened)
     train_data, validation_data = _datasets(config, tokenizer, console, rows=algorithm.rows, opener=conversations)
     engines: dict[str, Engine] = {}  # filled below: how long the run is, and so its schedule, follows from the source
     rollouts = build_rollouts.rollouts(config, tokenizer, conversations, opened)
+    build_rollouts.check_columns(rollouts, (train_data, *validation_data.values()))
     timeline, completions = Timeline(time.perf_counter), Completions(Path(config.run_dir) / "completions")
     data = (tokenizer, train_data, validation_data)
     kit = Kit(config, *data, engines, plane, rollouts, timeline.phase, completions.write, builder.tokenizers)
@@ -148,9 +150,9 @@ def _assembled(
     if point.reader is not None:
         check_fingerprints(point.reader.manifest, manager.fingerprints, allow)
     generators = build_rollouts.generators(rollouts, config, loaded["policy"])
-    optimizer_steps = None if total_steps is None else total_steps * algorithm.optimizer_steps_per_step
-    engines |= builder.build(loaded, optimizer_steps)
-    lent = {name: builder.local[name] for name, spec in specs.items() if spec.samples}
+    known = () if total_steps is None else ((name, algorithm.optimizer_steps(name, total_steps)) for name in loaded)
+    engines |= builder.build(loaded, dict(known))
+    lent = {name: builder.local[name].model for name, spec in specs.items() if spec.samples}
     build_rollouts.lend(rollouts, config, tokenizer, lent)
     if config.checkpointing.enabled:
         num_bytes = sum(engine.state_bytes for engine in builder.local.values())
@@ -163,16 +165,8 @@ def _assembled(
             builder.fill(engines, (train_data, *validation_data.values()), manager.fingerprints, progress)
     _write_config(config)
     stop = _stop(config)
-    run = Run(
-        algorithm,
-        kit,
-        source,
-        LocalSync(generators, build_rollouts.checksum(config)),
-        manager,
-        report,
-        stop,
-        _limits(config),
-    )
+    sync = LocalSync(generators, build_rollouts.checksum(config))
+    run = Run(algorithm, kit, source, sync, manager, report, stop, _limits(config))
     _restore(run, point, report)
     listeners.extend((report.save_event, stop.on_save))
     return run
@@ -321,7 +315,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
     values = config.model_dump(mode="json")
     values["run_dir"] = full(config.run_dir)
-    values["policy"] = absolute(values["policy"], "model_name")
+    for name in ("policy", *config.further_models()):
+        values[name] = absolute(values[name], "model_name")
     values["policy"]["tokenizer"] = absolute(values["policy"]["tokenizer"], "name")
     section = section_name(config.algorithm)
     places = [key for key in algorithm_config(config).places if values[section][key] is not None]

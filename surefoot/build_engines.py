@@ -24,7 +24,7 @@ from surefoot.types import Cache, DataPlane, Engine, EngineSpec
 
 @dataclass
 class EngineBuilder:
-    """Makes a run's engines, trained ones first. What every engine is made of, the section `policy` says.
+    """Makes a run's engines, trained ones first. What an engine is made of, a section of the configuration says.
 
     Attributes:
         tokenizer: the run's.
@@ -45,23 +45,28 @@ class EngineBuilder:
         """What the small files of further models tell. Raises `ModelError`, also for another tokenizer where it must be
         the policy's."""
         for name, spec in self.specs.items():
-            if spec.model is not None:
+            own_section = spec.section != "policy" and self.point.reader is None
+            if spec.model is not None or own_section:
                 section = self._section(spec)
                 models.check_folder(section, spec.kind, f"the model of {name}")
-                tokenizer = models.load_tokenizer(section)
+                own = section.model_copy(update={"tokenizer": TokenizerConfig()})
                 if spec.own_tokenizer:
-                    self.tokenizers[name] = tokenizer
-                else:
-                    models.require_same_tokenizer(self.tokenizer, tokenizer, spec.model)
+                    self.tokenizers[name] = models.load_tokenizer(own)
+                elif section.model_name not in (None, self.config.policy.model_name):
+                    models.require_same_tokenizer(self.tokenizer, models.load_tokenizer(own), str(own.model_name))
 
     def load(self) -> dict[str, LoadedModel]:
         """The models of the trained engines."""
         return {name: self._load(name, spec) for name, spec in self.specs.items() if spec.trained}
 
-    def build(self, loaded: Mapping[str, LoadedModel], total_steps: int | None) -> dict[str, Engine]:
-        """All engines by name. Those that are precomputed are empty until `fill`."""
+    def build(self, loaded: Mapping[str, LoadedModel], optimizer_steps: Mapping[str, int]) -> dict[str, Engine]:
+        """All engines by name. Those that are precomputed are empty until `fill`.
+
+        Args:
+            optimizer_steps: of each trained engine in the whole run, where that is known.
+        """
         for name, model in loaded.items():
-            self.local[name] = self._engine(model, self.specs[name], total_steps)
+            self.local[name] = self._engine(model, self.specs[name], optimizer_steps.get(name))
         return {name: self.local.get(name) or self._frozen(name, spec) for name, spec in self.specs.items()}
 
     def fill(
@@ -87,14 +92,15 @@ class EngineBuilder:
         return self.local[spec.base_of] if spec.model is None else None
 
     def _section(self, spec: EngineSpec) -> EngineConfig:
+        section = self.config.engine(spec.section)
         if spec.trained:
-            return self.config.policy
+            return section
         update: dict[str, Any] = {"lora": None}
         if spec.model is not None:
             update |= {"model_name": spec.model, "model_init": None, "tokenizer": TokenizerConfig()}
         if spec.max_length is not None:
             update["max_total_sequence_length"] = spec.max_length
-        return self.config.policy.model_copy(update=update)
+        return section.model_copy(update=update)
 
     def _load(self, name: str, spec: EngineSpec) -> LoadedModel:
         section = self._section(spec)
@@ -117,6 +123,7 @@ class EngineBuilder:
             trained=spec.trained,
             synced=spec.synced,
             num_ids=num_ids(loaded.tokenizer),
+            section=spec.section,
         )
 
     def _frozen(self, name: str, spec: EngineSpec) -> Engine:

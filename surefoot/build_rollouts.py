@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,11 +16,13 @@ from surefoot.checkpoint import Arena
 from surefoot.config import RunConfig, TokenizerConfig
 from surefoot.config_file import algorithm_config
 from surefoot.data.encode import Encoder
+from surefoot.data.prepare import Dataset
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import lora, models
 from surefoot.engine.folder import GENERATION_FILE, fingerprint, weights_by_name
 from surefoot.engine.local import LocalEngine
 from surefoot.generation.torch_sampler import TorchSampler
+from surefoot.generation.vllm import VLLMSampler, require_vllm
 from surefoot.rollout.config import RolloutAlgorithmConfig, RolloutRunConfig
 from surefoot.rollout.conversations import Conversations
 from surefoot.rollout.reward_model import RewardModel
@@ -38,7 +40,13 @@ def longest_row(config: RunConfig) -> int:
     return config.policy.max_total_sequence_length - room
 
 
-def conversations(config: RunConfig, tokenizer: Any) -> Conversations | None:
+def check_backend(config: RunConfig) -> None:
+    """Raises `ConfigError` when what samples is not installed."""
+    if isinstance(config, RolloutRunConfig) and config.generation.backend == "vllm":
+        require_vllm()
+
+
+def conversations(config: RunConfig, tokenizer: Any, opened: ExitStack) -> Conversations | None:
     """`None` where no environment is configured.
 
     Raises:
@@ -50,8 +58,9 @@ def conversations(config: RunConfig, tokenizer: Any) -> Conversations | None:
     longest = config.policy.max_total_sequence_length
     encoder = Encoder(tokenizer, config.data, longest)
     made = Conversations(config.environment, encoder, max_tokens=longest, seed=config.seed)
+    opened.callback(made.close)
     if config.environment.max_turns > 1:
-        check_turns(encoder, tokenizer, role="tool" if made.tools else "user", tools=made.tools)
+        check_turns(encoder, tokenizer, role=made.reply_role, tools=made.tools)
     return made
 
 
@@ -67,6 +76,13 @@ def rollouts(
     made = Rollouts(tokenizer, rewards, conversations, seed=config.seed, max_failures=share)
     opened.callback(made.close)
     return made
+
+
+def check_columns(rollouts: Rollouts | None, datasets: Iterable[Dataset]) -> None:
+    """Raises `RewardError` when a reward function needs a column that a data set lacks."""
+    if rollouts is not None:
+        for dataset in datasets:
+            rollouts.check(dataset.prompts)
 
 
 def _reward_model(name: str, config: RolloutRunConfig) -> RewardModel:
@@ -85,8 +101,25 @@ def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.Load
     """What samples from the policy, connected to the rollouts: a model of its own, which weights are published to."""
     if rollouts is None or not isinstance(config, RolloutRunConfig):
         return []
-    section = config.generation
-    sampler = _sampler(_copy(policy), config, policy.tokenizer)
+    return [connect(rollouts, config, policy, _copy(policy), slots=num_slots(config))]
+
+
+def num_slots(config: RolloutRunConfig) -> int:
+    """Completions sampled at a time in a run."""
+    algorithm = algorithm_config(config)
+    rows = algorithm.rows_per_step if isinstance(algorithm, RolloutAlgorithmConfig) else config.generation.num_slots
+    return min(config.generation.num_slots, rows)
+
+
+def connect(
+    rollouts: Rollouts, config: RolloutRunConfig, policy: models.LoadedModel, model: Any, *, slots: int
+) -> Generator:
+    """What samples from `model`, which is from here on its own: a plain one with the policy's weights.
+
+    Args:
+        slots: each step computes all of them.
+    """
+    section, sampler = config.generation, _sampler(config, policy.tokenizer, model, slots)
     if not sampler.exact:
         _log.warning(
             "completions depend on what else is sampled with them: a run that is killed and resumed goes on well, and "
@@ -102,28 +135,28 @@ def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.Load
         stop=tuple(section.stop),
     )
     rollouts.connect(sampler, sampling)
-    return [sampler]
+    return sampler
 
 
-def lend(rollouts: Rollouts | None, config: RunConfig, tokenizer: Any, engines: Mapping[str, LocalEngine]) -> None:
-    """Copies of frozen engines' models answer prompts as well."""
+def lend(rollouts: Rollouts | None, config: RunConfig, tokenizer: Any, lent: Mapping[str, Any]) -> None:
+    """Copies of further models, by their engines' names, answer prompts as well."""
     if rollouts is not None and isinstance(config, RolloutRunConfig):
-        for name, engine in engines.items():
-            rollouts.lend(name, _sampler(copy.deepcopy(engine.model), config, tokenizer))
+        for name, model in lent.items():
+            rollouts.lend(name, _sampler(config, tokenizer, copy.deepcopy(model), num_slots(config)))
 
 
-def _sampler(model: Any, config: RolloutRunConfig, tokenizer: Any) -> TorchSampler:
-    section, algorithm = config.generation, algorithm_config(config)
-    rows = algorithm.rows_per_step if isinstance(algorithm, RolloutAlgorithmConfig) else section.num_slots
-    model = model.to(device=models.resolve_device(config.policy.device), dtype=_dtype(config))
-    return TorchSampler(
-        model,
-        weights_by_name(model),
-        tokenizer=tokenizer,
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        slots=min(section.num_slots, rows),  # each step computes all of them
-        exact=section.exact,
-    )
+def _sampler(config: RolloutRunConfig, tokenizer: Any, model: Any, slots: int) -> TorchSampler | VLLMSampler:
+    section = config.generation
+    model = model.to(dtype=_dtype(config))
+    given: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_total_sequence_length": config.policy.max_total_sequence_length,
+        "slots": slots,
+    }
+    if section.backend == "vllm":
+        return VLLMSampler(model, weights_by_name(model), kv_cache_gib=section.kv_cache_gib, **given)
+    model.to(models.resolve_device(config.policy.device))
+    return TorchSampler(model, weights_by_name(model), exact=section.exact, **given)
 
 
 def checksum(config: RunConfig) -> Callable[[Mapping[str, Tensor]], str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -47,6 +47,7 @@ Real = Annotated[float, BeforeValidator(_finite)]
 PositiveReal = Annotated[float, BeforeValidator(_finite), Field(gt=0)]
 NonNegativeReal = Annotated[float, BeforeValidator(_finite), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_finite), Field(ge=0, lt=1)]
+Share = Annotated[float, BeforeValidator(_finite), Field(ge=0, le=1)]
 PositiveInt = Annotated[int, BeforeValidator(_whole_from_number), Field(gt=0)]
 RowsOfPairs = Annotated[PositiveInt, Field(multiple_of=2)]
 NonNegativeInt = Annotated[int, BeforeValidator(_whole_from_number), Field(ge=0)]
@@ -107,7 +108,7 @@ class SchedulerConfig(Section):
     name: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
     decay_steps: PositiveInt | None = None
-    min_lr_ratio: Annotated[float, BeforeValidator(_finite), Field(ge=0, le=1)] = 0.0
+    min_lr_ratio: Share = 0.0
 
     @model_validator(mode="after")
     def _decays_after_the_warm_up(self) -> SchedulerConfig:
@@ -144,8 +145,39 @@ class LoraConfig(Section):
     modules_to_save: list[str] = []
 
 
-class EngineConfig(Section):
-    """A model, how it is run and how it is trained.
+class ModelConfig(Section):
+    """A model and how it is trained.
+
+    Exactly one of `model_name` (a local folder or a hub name) and `model_init` (a Transformers configuration with its
+    `model_type`, for random weights drawn from the run's seed) is given.
+
+    Attributes:
+        train_micro_batch_size: rows in memory at a time; it changes speed and memory, never the result.
+        precision: bfloat16 computes in autocast; weights and optimizer stay float32.
+    """
+
+    model_name: Place | None = None
+    model_init: dict[str, Any] | None = None
+    train_micro_batch_size: PositiveInt = 4
+    precision: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
+    max_grad_norm: PositiveReal | None = 1.0
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    @model_validator(mode="after")
+    def _one_model(self) -> ModelConfig:
+        if (self.model_name is None) == (self.model_init is None):
+            found = "neither" if self.model_name is None else "both"
+            raise ValueError(f"expected exactly one of model_name and model_init, found {found}")
+        if self.model_init is not None and "model_type" not in self.model_init:
+            raise ValueError("model_init needs model_type (such as llama)")
+        return self
+
+
+class EngineConfig(ModelConfig):
+    """The model that a run is about, how it is trained, and what a run has once, whatever other models are in it.
 
     Exactly one of `model_name` (a local folder or a hub name) and `model_init` (a Transformers configuration with its
     `model_type`, for random weights drawn from the run's seed) is given.
@@ -153,32 +185,17 @@ class EngineConfig(Section):
     Attributes:
         train_global_batch_size: rows per optimizer step, computed `train_micro_batch_size` at a time.
         max_total_sequence_length: in tokens; longer rows are cut.
-        precision: bfloat16 computes in autocast; weights and optimizer stay float32.
         num_threads: default: PyTorch's choice. For a tiny model, or on a busy machine, 1 is often fastest.
     """
 
-    model_name: Place | None = None
-    model_init: dict[str, Any] | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: PositiveInt = 32
-    train_micro_batch_size: PositiveInt = 4
     max_total_sequence_length: PositiveInt = 512
-    precision: Literal["float32", "bfloat16"] = "float32"
-    gradient_checkpointing: bool = False
-    lora: LoraConfig | None = None
-    max_grad_norm: PositiveReal | None = 1.0
-    optimizer: OptimizerConfig = OptimizerConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     num_threads: Annotated[PositiveInt, Field(le=1024)] | None = None
 
     @model_validator(mode="after")
-    def _one_model_and_whole_batches(self) -> EngineConfig:
-        if (self.model_name is None) == (self.model_init is None):
-            found = "neither" if self.model_name is None else "both"
-            raise ValueError(f"expected exactly one of model_name and model_init, found {found}")
-        if self.model_init is not None and "model_type" not in self.model_init:
-            raise ValueError("model_init needs model_type (such as llama)")
+    def _a_tokenizer_and_whole_batches(self) -> EngineConfig:
         if self.model_init is not None and self.tokenizer.name is None:
             raise ValueError("a model made from model_init needs tokenizer.name: there is no model to take one from")
         if self.train_global_batch_size % self.train_micro_batch_size:
@@ -258,7 +275,7 @@ class GenerationConfig(Section):
     """How completions are sampled from the policy.
 
     Attributes:
-        backend: "torch" samples in this process.
+        backend: "torch" samples in this process, "vllm" with vLLM, in a process beside it.
         max_new_tokens: of one completion; prompts that leave less room in `policy.max_total_sequence_length` are
             dropped.
         temperature: log-probs are taken at it on every side. 0 takes the likeliest token, which only a validation may.
@@ -267,12 +284,13 @@ class GenerationConfig(Section):
         stop: texts that end a completion, besides the model's own end-of-turn tokens.
         num_slots: completions sampled at a time, at most.
         exact: a completion and its log-probs do not depend, in a single bit, on what else is being sampled. Without it
-            sampling is a little faster, and a resumed run is not the straight one bit for bit.
+            sampling is a little faster, and a resumed run is not the straight one bit for bit. vLLM cannot do it.
         precision: of the sampler; default: the policy's. In bfloat16 its log-probs are not the trainer's: see
             `importance_sampling_correction`.
+        kv_cache_gib: room for the keys and values of all running completions, with vLLM.
     """
 
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "vllm"] = "torch"
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeReal = 1.0
     top_k: NonNegativeInt = 0
@@ -282,6 +300,32 @@ class GenerationConfig(Section):
     num_slots: PositiveInt = 64
     exact: bool = True
     precision: Literal["float32", "bfloat16"] | None = None
+    kv_cache_gib: PositiveReal = 1.0
+
+    def check(self, temperature: float) -> None:
+        """Raises `ValueError` when the backend does not sample as told, or at this temperature."""
+        if self.backend != "vllm":
+            return
+        if self.exact:
+            raise ValueError(
+                "generation.exact: with vLLM a completion depends, in its last bits, on what else is being sampled; "
+                "set it to false, or generation.backend to torch"
+            )
+        reason = why_not_vllm(temperature, top_p=self.top_p, min_p=self.min_p)
+        if reason:
+            raise ValueError(f"generation.backend: vllm: {reason}")
+
+
+def why_not_vllm(temperature: float, *, top_p: float, min_p: float) -> str:
+    """In words, why vLLM would sample otherwise than told; empty if it does as told."""
+    if temperature != 0 and not 0.01 <= temperature <= 2:
+        return f"vLLM samples at temperatures from 0.01 to 2, or at 0, found {temperature:g}"
+    if top_p < 1 and min_p > 0:
+        return (
+            f"vLLM applies min_p before top_p, and so samples from other tokens than those of top_p {top_p:g}, then "
+            f"min_p {min_p:g}: set one of the two"
+        )
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints, views
@@ -384,6 +428,39 @@ class RunConfig(Section):
     data: DataConfig
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
+
+    @classmethod
+    def further_models(cls) -> list[str]:
+        """The sections of models beside the policy, which are the fields of type `ModelConfig`. A key that is left out
+        in one is the policy's; a section in it, such as `optimizer`, is given as a whole."""
+        return [name for name, info in cls.model_fields.items() if info.annotation is ModelConfig]
+
+    def engine(self, section: str) -> EngineConfig:
+        """All settings of the model in this section."""
+        return self.policy if section == "policy" else self.policy.model_copy(update=dict(getattr(self, section)))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _further_models_are_like_the_policy(cls, values: Any) -> Any:
+        for name in cls.further_models():
+            policy, own = values.get("policy"), values.get(name, {})
+            if isinstance(policy, Mapping) and isinstance(own, Mapping):
+                shared = {key: value for key, value in policy.items() if key in ModelConfig.model_fields}
+                if own.get("model_name") is not None or own.get("model_init") is not None:
+                    shared |= {"model_name": None, "model_init": None}
+                values = {**values, name: {**shared, **own}}
+        return values
+
+    @model_validator(mode="after")
+    def _further_models_have_whole_batches(self) -> RunConfig:
+        for name in self.further_models():
+            rows, at_a_time = self.policy.train_global_batch_size, getattr(self, name).train_micro_batch_size
+            if rows % at_a_time:
+                raise ValueError(
+                    f"policy.train_global_batch_size ({rows}) must be a multiple of {name}.train_micro_batch_size "
+                    f"({at_a_time})"
+                )
+        return self
 
     @model_validator(mode="after")
     def _ends_and_measures(self) -> RunConfig:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError, create_model, model_validator
@@ -23,6 +23,7 @@ from surefoot.errors import ConfigError
 from surefoot.types import Algorithm
 
 ALGORITHMS_PACKAGE = "surefoot.algorithms"
+Run = TypeVar("Run", bound=RunConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -49,13 +50,16 @@ def parse_config(values: Mapping[str, Any], overrides: Sequence[str] = (), origi
             f"{origin}: algorithm: expected one of {', '.join(algorithm_names())} or a dotted module name, "
             f"found {'nothing' if name is None else repr(name)}"
         )
-    model = _run_config_model(load_algorithm(name), section_name(name))
+    return checked(_run_config_model(load_algorithm(name), section_name(name)), merged, origin)
+
+
+def checked(model: type[Run], values: Mapping[str, Any], origin: str) -> Run:
+    """The configuration of this kind. Raises `ConfigError` as `load_config` does."""
     try:
-        config: RunConfig = model.model_validate(merged)
+        return model.model_validate(values)
     except ValidationError as error:
         lines = list(dict.fromkeys(_describe(fault, model) for fault in error.errors()))
         raise ConfigError(f"{origin} cannot be run:\n" + "\n".join(f"  - {line}" for line in lines)) from None
-    return config
 
 
 def algorithm_config(config: RunConfig) -> AlgorithmConfig:

@@ -365,6 +365,7 @@ class EngineSpec:
 
     Attributes:
         kind: "causal_lm", or "scalar" for one number per token (reward and value models).
+        section: of the configuration: which model it is, how it is run and trained.
         trained: a frozen engine has no optimizer and is not captured; its fingerprint is.
         base_of: a frozen engine is the named engine's model as it was before training: with LoRA a view of the same
             model with its adapter off, else a second one.
@@ -379,6 +380,7 @@ class EngineSpec:
     """
 
     kind: Literal["causal_lm", "scalar"] = "causal_lm"
+    section: str = "policy"
     trained: bool = True
     base_of: str = "policy"
     model: str | None = None
@@ -543,7 +545,7 @@ class Algorithm(ABC):
         rows: what the rows of the data sets are: texts to learn, preferences, or prompts to answer.
         run_config: of the whole run, a subclass of `surefoot.config.RunConfig` where that has further sections.
         metrics: what `enrich` measured of the step's rows.
-        optimizer_steps_per_step: of the policy, in a step with all its rows; known once `source` was called.
+        optimizer_steps_per_step: of an engine that is trained in it, with all its rows; known once `source` was called.
     """
 
     Config: ClassVar[type]
@@ -563,6 +565,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def objectives(self, clock: Clock) -> Sequence[Objective]: ...
+
+    def optimizer_steps(self, engine: str, steps: int) -> int:
+        """That a trained engine does in so many steps from the run's start, each with all its rows; known once `source`
+        was called."""
+        return steps * self.optimizer_steps_per_step
 
     def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:
         """Add columns: reference log-probs, advantages, teacher top-k."""

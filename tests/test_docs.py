@@ -48,6 +48,10 @@ def run_all(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_all(page, tmp_path, monkeypatch)
+    if page.name == "rewards.md":
+        lines = map(json.loads, (tmp_path / "runs/calculator/metrics.jsonl").read_text().splitlines())
+        before, *_, after = (line["heldout/reward"] for line in lines if "heldout/reward" in line)
+        assert before < 0.5 and after > 0.8
 
 
 def test_the_readmes_commands_run_and_its_models_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +63,10 @@ def test_the_readmes_commands_run_and_its_models_learn(tmp_path: Path, monkeypat
         assert after >= 0.85, name
 
 
-def test_the_examples_data_are_what_their_script_makes() -> None:
-    made = runpy.run_path(str(ROOT / "examples/additions/make.py"))["files"]()
-    assert {name: (ROOT / "examples/additions" / name).read_text() for name in made} == made
+@pytest.mark.parametrize("example", ["additions", "calculator"])
+def test_the_examples_data_are_what_their_script_makes(example: str) -> None:
+    made = runpy.run_path(str(ROOT / "examples" / example / "make.py"))["files"]()
+    assert {name: (ROOT / "examples" / example / name).read_text() for name in made} == made
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)

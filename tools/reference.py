@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from surefoot.config import RunConfig
+from surefoot.config import ModelConfig, RunConfig
 from surefoot.config_file import algorithm_names, load_algorithm
 from surefoot.rollout.config import RolloutRunConfig
 
@@ -38,6 +38,8 @@ def sections(model: type[BaseModel], path: str) -> typing.Iterator[tuple[str, ty
 
 
 def default(info: Any) -> str:
+    if info.annotation is ModelConfig:
+        return "the policy's"
     if info.default is PydanticUndefined:
         return "required"
     return "see below" if isinstance(info.default, BaseModel) else f"`{json.dumps(info.default)}`"  # as YAML has it
@@ -68,19 +70,29 @@ def about(model: type[BaseModel]) -> tuple[str, dict[str, str]]:
 
 
 def page() -> str:
-    found = list(sections(RunConfig, ""))
-    known = {path for path, _ in found}
-    found += [(path or "sampling", model) for path, model in sections(RolloutRunConfig, "") if path not in known - {""}]
+    found: list[tuple[str, type[BaseModel]]] = []
+
+    def add(run: type[RunConfig], title: str) -> None:
+        """What there is in such a run and was in none before."""
+        known = {path for path, _ in found}
+        found.extend((path or title, model) for path, model in sections(run, "") if path not in known)
+
+    add(RunConfig, "The run")
+    add(RolloutRunConfig, "Runs that sample completions")
     for name in algorithm_names():
-        found += sections(load_algorithm(name).Config, name)
+        algorithm = load_algorithm(name)
+        found += sections(algorithm.Config, name)
+        if algorithm.run_config not in (None, RolloutRunConfig):
+            add(algorithm.run_config, f"Runs of `{name}`")
     text = HEADER
     for path, model in found:
         prose, keys = about(model)
-        title = {"": "The run", "sampling": "Runs that sample completions"}.get(path, f"`{path}`")
+        title = path if issubclass(model, RunConfig) else f"`{path}`"
+        inherited = model.__base__.model_fields if issubclass(model, RunConfig) else {}
         text += f"\n## {title}\n\n{prose}\n\n"
         text += "| key | type | default |" + (" about |\n|---|---|---|---|\n" if keys else "\n|---|---|---|\n")
         for name, info in model.model_fields.items():
-            if path == "sampling" and name in RunConfig.model_fields:
+            if name in inherited:
                 continue
             text += f"| `{name}` | {kind(info.annotation)} | {default(info)} |"
             text += f" {keys.get(name, '')} |\n" if keys else "\n"

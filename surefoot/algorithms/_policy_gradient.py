@@ -1,9 +1,11 @@
-"""The settings that algorithms of policy gradient share: their loss, and the edits of rewards and advantages."""
+"""What algorithms of policy gradient share: their loss, the edits of rewards and advantages, and all of a step but
+where the advantages come from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -12,10 +14,12 @@ from torch import Tensor
 from surefoot.advantages import clip_advantages, overlong_penalty, padded, scale_rewards, stop_penalty
 from surefoot.config import Fraction, NonNegativeReal, PositiveReal, Real, Section
 from surefoot.errors import ConfigError
-from surefoot.losses.kl import kl_values
+from surefoot.losses.kl import adapted_coefficient, kl_values
 from surefoot.losses.policy import PolicyLoss
 from surefoot.rollout.config import RolloutAlgorithmConfig, RolloutRunConfig
-from surefoot.types import BatchRef, Head, Kit
+from surefoot.rollout.evaluation import evaluate
+from surefoot.rollout.source import RolloutSource
+from surefoot.types import Algorithm, BatchRef, Clock, EngineSpec, Head, Kit, Loss, Metrics, Objective, Poll, Source
 
 _LOSS_OPTIONS = [f.name for f in fields(PolicyLoss) if f.name not in ("force_on_policy_ratio", "max_response_length")]
 
@@ -34,6 +38,17 @@ class RewardScalingConfig(Section):
         if not (self.source_min < self.source_max and self.target_min < self.target_max):
             raise ValueError("expected source_min < source_max and target_min < target_max")
         return self
+
+
+class AdaptiveKLConfig(Section):
+    """The coefficient of the KL penalty follows the KL that is measured, a mean over tokens, so that this comes to
+    `target`. A step changes the coefficient by 20 % · rows / `horizon` at most, and by 20 % where it has more rows."""
+
+    target: PositiveReal
+    horizon: PositiveReal = 10_000
+
+    def next(self, coefficient: float, kl: float, rows: int) -> float:
+        return adapted_coefficient(coefficient, kl, target=self.target, step=min(rows / self.horizon, 1.0))
 
 
 class PolicyGradientConfig(RolloutAlgorithmConfig):
@@ -93,9 +108,16 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
             raise ValueError(str(error)) from None
         return self
 
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL penalty is part of the reward, and not of the loss."""
+        return False
+
     def loss(self, *, max_new_tokens: int, on_policy: bool) -> PolicyLoss:
         """`on_policy`: each row is trained on once, by the very weights that sampled it. Raises `ConfigError`."""
         options = {name: getattr(self, name) for name in _LOSS_OPTIONS}
+        if self.kl_in_reward:
+            options |= {"reference_policy_kl_penalty": 0.0, "reference_policy_kl_type": None}
         longest = max_new_tokens if self.reduction == "constant" else None
         return PolicyLoss(**options, force_on_policy_ratio=on_policy, max_response_length=longest)
 
@@ -133,19 +155,50 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
         return clip_advantages(advantages, self.advantage_clip_low, self.advantage_clip_high)
 
 
-def with_logprobs(ref: BatchRef, kit: Kit, *, old: bool) -> BatchRef:
-    """Adds log-probs of the own tokens at the temperature of sampling: those of a `reference` engine, where there is
-    one, and if asked those of the policy as it is before the step, as `old_logprobs`."""
-    head = Head(("logprobs",), kit.config.generation.temperature, mask="loss_mask")
-    with kit.phase("log-probs"):
-        if old:
-            ref = kit.engines["policy"].infer(ref, head, {"logprobs": "old_logprobs"})
-        if "reference" in kit.engines:
-            ref = kit.engines["reference"].infer(ref, head, {"logprobs": "reference_logprobs"})
-    return ref
+class PolicyGradient(Algorithm):
+    """Rollouts come from the source, log-probs are added to them, one loss of the policy is minimised. A subclass adds
+    the column `advantages`."""
+
+    config: PolicyGradientConfig
+    rows = "prompts"
+    run_config: ClassVar[type | None] = RolloutRunConfig
+
+    def engines(self) -> Mapping[str, EngineSpec]:
+        needed = self.config.reference_policy_kl_penalty > 0
+        return {"policy": EngineSpec()} | ({"reference": EngineSpec(trained=False, base_of="policy")} if needed else {})
+
+    def source(self, kit: Kit) -> Source:
+        run: RolloutRunConfig = kit.config
+        self._run, self.optimizer_steps_per_step = run, self.config.optimizer_steps(run)
+        on_policy = self.optimizer_steps_per_step == 1
+        self._loss = self.config.loss(max_new_tokens=run.generation.max_new_tokens, on_policy=on_policy)
+        return RolloutSource(kit, self.config)
+
+    def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:
+        """Adds log-probs of the own tokens at the temperature of sampling: those of the policy as it is before the
+        step, as `old_logprobs`, where something reads them, and those of the reference, where there is one."""
+        head = Head(("logprobs",), self._run.generation.temperature, mask="loss_mask")
+        with kit.phase("log-probs"):
+            if self.config.kl_in_reward or "old_logprobs" in self._loss.fields:
+                ref = kit.engines["policy"].infer(ref, head, {"logprobs": "old_logprobs"})
+            if "reference" in kit.engines:
+                ref = kit.engines["reference"].infer(ref, head, {"logprobs": "reference_logprobs"})
+        return ref
+
+    def objectives(self, clock: Clock) -> Sequence[Objective]:
+        return [self.objective("policy", Head(self._loss.outputs, self._run.generation.temperature), self._loss)]
+
+    def objective(self, engine: str, head: Head, loss: Loss) -> Objective:
+        """Epochs and minibatches are those of the configuration."""
+        return Objective(engine, head, loss, self.config.num_epochs_per_step, self._run.policy.train_global_batch_size)
+
+    def evaluate(self, kit: Kit, poll: Poll) -> Metrics:
+        """Mean rewards and pass@k on the validation prompts."""
+        return evaluate(kit.rollouts, kit.validation_data, self._run.evaluation, poll)
 
 
-def kl_penalties(ref: BatchRef, kit: Kit, beta: float, kind: str) -> Tensor:
-    """β · KL of each token of the policy before the step against the reference [rows, tokens]."""
+def token_kl(ref: BatchRef, kit: Kit, kind: str | None) -> Tensor:
+    """KL of the policy before the step against the reference at each own token, else 0 [rows, tokens]. `kind`: of the
+    estimator; default: k1."""
     columns: dict[str, Any] = kit.plane.get(ref, ["old_logprobs", "reference_logprobs"])
-    return beta * kl_values(padded(columns["old_logprobs"]), padded(columns["reference_logprobs"]), kind)
+    return kl_values(padded(columns["old_logprobs"]), padded(columns["reference_logprobs"]), kind or "k1")

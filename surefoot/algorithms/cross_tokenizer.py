@@ -107,6 +107,7 @@ class CrossTokenizerConfig(RolloutAlgorithmConfig):
     """
 
     needs_rewards: ClassVar[bool] = False
+    compares_siblings: ClassVar[bool] = False
     places: ClassVar[tuple[str, ...]] = ("cache",)
 
     num_prompts_per_step: PositiveInt = 32

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import torch
 from pydantic import Field, model_validator
 
-from surefoot.algorithms._policy_gradient import with_logprobs
 from surefoot.algorithms._teachers import Teachers, TeachersConfig
 from surefoot.config import PositiveInt, Real
 from surefoot.losses.policy import PolicyLoss
@@ -37,6 +36,7 @@ class DistillationConfig(TeachersConfig, RolloutAlgorithmConfig):
     """
 
     needs_rewards: ClassVar[bool] = False
+    compares_siblings: ClassVar[bool] = False
 
     num_prompts_per_step: PositiveInt = 32
     num_generations_per_prompt: PositiveInt = 1
@@ -104,7 +104,9 @@ class Distillation(Algorithm):
         return self._with_advantages(ref, kit) if self.config.loss == "reward" else ref
 
     def _with_advantages(self, ref: BatchRef, kit: Kit) -> BatchRef:
-        ref = with_logprobs(ref, kit, old=True)
+        head = Head(("logprobs",), self._sampled.temperature, mask="loss_mask")
+        with kit.phase("log-probs"):
+            ref = kit.engines["policy"].infer(ref, head, {"logprobs": "old_logprobs"})
         advantages = [-row for row in _column(ref, kit, "old_logprobs")]
         masks = _column(ref, kit, "loss_mask")
         for name in self._teachers.used:
@@ -142,6 +144,7 @@ class Distillation(Algorithm):
                     return self.metrics
                 return kit.engines["policy"].evaluate(ref, self._teachers.objective(kit))
 
+            poll()
             return self._on(found, kit, measured)
 
         measured_all = evaluate(kit.rollouts, kit.validation_data, kit.config.evaluation, poll, measure)

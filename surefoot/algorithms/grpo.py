@@ -3,8 +3,7 @@ relatives that differ in the ratio, the clip, the baseline or the reduction."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -12,11 +11,8 @@ from torch import Tensor
 
 from surefoot.advantages import Counts, gdpo, group_advantages, padded, per_token, raw_advantages, unpadded
 from surefoot.advantages import reinforce_plus_plus as reinforce
-from surefoot.algorithms._policy_gradient import PolicyGradientConfig, kl_penalties, with_logprobs
-from surefoot.rollout.config import RolloutRunConfig
-from surefoot.rollout.evaluation import evaluate
-from surefoot.rollout.source import RolloutSource
-from surefoot.types import Algorithm, BatchRef, Clock, EngineSpec, Head, Kit, Metrics, Objective, Poll, Source
+from surefoot.algorithms._policy_gradient import PolicyGradient, PolicyGradientConfig, token_kl
+from surefoot.types import BatchRef, Kit
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "dapo": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "dynamic_sampling": True, "overlong_buffer_ratio": 0.2},
@@ -54,6 +50,10 @@ class GRPOConfig(PolicyGradientConfig):
     advantage_scale: Literal["group", "batch", "none"] = "group"
     minus_baseline: bool = True
 
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.advantage == "reinforce++" and self.reference_policy_kl_penalty > 0
+
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, values: Any) -> Any:
@@ -76,31 +76,14 @@ class GRPOConfig(PolicyGradientConfig):
         return self
 
 
-class GRPO(Algorithm):
+class GRPO(PolicyGradient):
     """The whole method: rollouts come from the source; log-probs and advantages are added to them; one loss."""
 
     Config = GRPOConfig
     config: GRPOConfig
-    rows = "prompts"
-    run_config = RolloutRunConfig
-
-    def engines(self) -> Mapping[str, EngineSpec]:
-        needed = self.config.reference_policy_kl_penalty > 0
-        return {"policy": EngineSpec()} | ({"reference": EngineSpec(trained=False, base_of="policy")} if needed else {})
-
-    def source(self, kit: Kit) -> Source:
-        run: RolloutRunConfig = kit.config
-        config, self.optimizer_steps_per_step = self.config, self.config.optimizer_steps(run)
-        self._run, self._minibatch_rows = run, run.policy.train_global_batch_size
-        self._kl_in_reward = config.advantage == "reinforce++" and config.reference_policy_kl_penalty > 0
-        on_policy = self.optimizer_steps_per_step == 1
-        self._loss = config.loss(max_new_tokens=run.generation.max_new_tokens, on_policy=on_policy)
-        if self._kl_in_reward:
-            self._loss = replace(self._loss, reference_policy_kl_penalty=0.0, reference_policy_kl_type=None)
-        return RolloutSource(kit, config)
 
     def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:
-        ref = with_logprobs(ref, kit, old=self._kl_in_reward or "old_logprobs" in self._loss.fields)
+        ref = super().enrich(ref, kit)
         advantages, counts = self._advantages(ref, kit)
         self.metrics = {name: counts.metrics[name] for name in ("abstained_rows", "lone_rows")}
         return kit.plane.put(ref, {"advantages": [self.config.bounded(row) for row in advantages]})
@@ -111,8 +94,8 @@ class GRPO(Algorithm):
         options: dict[str, Any] = {"leave_one_out": config.leave_one_out, "scale": config.advantage_scale}
         rewards = config.edited_rewards(ref, kit)
         if config.advantage == "reinforce++":
-            beta, kind = config.reference_policy_kl_penalty, config.reference_policy_kl_type or "k1"
-            penalties = kl_penalties(ref, kit, beta, kind) if self._kl_in_reward else None
+            kl = token_kl(ref, kit, config.reference_policy_kl_type) if config.kl_in_reward else None
+            penalties = None if kl is None else config.reference_policy_kl_penalty * kl
             found, counts = reinforce(
                 rewards, ref.groups, padded(masks), minus_baseline=config.minus_baseline, penalties=penalties
             )
@@ -125,11 +108,3 @@ class GRPO(Algorithm):
             by_row, counts = group_advantages(rewards, ref.groups, **options)
             by_row = raw_advantages(rewards) if config.advantage == "raw" else by_row
         return per_token(by_row, masks), counts
-
-    def objectives(self, clock: Clock) -> Sequence[Objective]:
-        head = Head(self._loss.outputs, self._run.generation.temperature)
-        return [Objective("policy", head, self._loss, self.config.num_epochs_per_step, self._minibatch_rows)]
-
-    def evaluate(self, kit: Kit, poll: Poll) -> Metrics:
-        """Mean rewards and pass@k on the validation prompts."""
-        return evaluate(kit.rollouts, kit.validation_data, self._run.evaluation, poll)

@@ -9,7 +9,7 @@ from importlib import metadata
 import typer
 
 from surefoot import stop  # imported first: it notes when the process started
-from surefoot.cli import ckpt, config, data, demo, model, run, score
+from surefoot.cli import ckpt, config, data, demo, evaluate, model, run, score
 from surefoot.errors import SurefootError
 
 # TorchInductor, tokenizers and OpenMP read these when they start.
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 app.command("train")(run.train)
 app.command("resume")(run.resume)
+app.command("eval")(evaluate.evaluate)
 app.command("score")(score.score)
 app.command("demo")(demo.demo)
 app.add_typer(ckpt.app, name="ckpt")

@@ -11,11 +11,14 @@ import typer
 def demo(
     directory: Path = typer.Option(Path("demo"), "--dir", help="Where to put everything; an earlier demo moves aside."),
     every: bool = typer.Option(
-        False, "--all", help="Then go on with further methods, each measured before and after: a reward model, DPO."
+        False,
+        "--all",
+        help="Then go on from the same SFT model, each measured before and after: a reward model, DPO, PPO.",
     ),
     seed: int = typer.Option(0, min=0, help="Of the data, the weights and the order of the rows."),
 ) -> None:
-    """Train a tiny model twice, kill one of the runs while it saves, and show that both end the same, bit for bit."""
+    """Teach a tiny model sums by mostly wrong demonstrations, then let GRPO learn past them, twice: one of the two runs
+    is killed while it saves, resumes, and ends the same, bit for bit."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported; everything here is local
     from rich.console import Console
 

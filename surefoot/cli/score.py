@@ -53,10 +53,11 @@ def score(
     With a plain folder they are as by default, and rows may be as long as the model can read.
     """
     from surefoot.cli.data import columns_mapping
+    from surefoot.cli.output import as_text, check_target, given
     from surefoot.config import DatasetConfig
 
     if out is not None:
-        _check_target(out, file, overwrite)
+        check_target(out, file, overwrite)
     source = DatasetConfig(
         path=file,
         split=split,
@@ -64,18 +65,14 @@ def score(
         max_rows=max_rows,
         on_bad_row="skip" if skip_bad_rows else "error",
     )
-    data = _given(ranking=ranking, prompt_format=prompt_format, system_prompt=system_prompt, fold_system=fold_system)
-    policy = _given(max_total_sequence_length=max_length, precision=precision)
+    data = given(ranking=ranking, prompt_format=prompt_format, system_prompt=system_prompt, fold_system=fold_system)
+    policy = given(max_total_sequence_length=max_length, precision=precision)
     policy |= {"device": device, "train_micro_batch_size": batch_size, "train_global_batch_size": batch_size}
     dataset, scores = score_file(model, source, policy, data, chat_template, pairs)
     summary = {"model": str(model), "file": file, **summarize(dataset, scores)}
     if out is not None:
         _write(out, dataset, scores)
-    typer.echo(json.dumps(summary, indent=2) if as_json else _as_text(summary))
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+    typer.echo(json.dumps(summary, indent=2) if as_json else as_text(summary))
 
 
 def score_file(
@@ -99,13 +96,13 @@ def score_file(
     """
     from rich.console import Console
 
-    from surefoot.cli import reward_model
+    from surefoot.cli import found_model
     from surefoot.data.pairs import looks_like_pairs
     from surefoot.data.prepare import prepare
     from surefoot.data_plane.memory import MemoryPlane
     from surefoot.report.preparing import preparing
 
-    found = reward_model.find(model, source, policy, data)
+    found = found_model.find(model, source, policy, data, "scalar")
     tokenizer = found.tokenizer(chat_template)
     pairs = looks_like_pairs(source) if pairs is None else pairs
     rows = found.data if pairs else found.data.model_copy(update={"train_on": "last_assistant"})
@@ -164,28 +161,6 @@ def summarize(dataset: Dataset, scores: Tensor) -> dict[str, Any]:
             "scores/rejected": float(rejected.mean()),
         }
     return found | {"truncated": counts.truncated, "dropped": counts.dropped, "skipped": counts.skipped}
-
-
-def _as_text(summary: dict[str, Any]) -> str:
-    from surefoot.report.text import number
-
-    lines = []
-    for name, value in summary.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{n} × {reason}" for reason, n in value.items()) or 0
-        lines.append(f"{name:<16} {number(value) if isinstance(value, float) else value}")
-    return "\n".join(lines)
-
-
-def _check_target(out: Path, file: str, overwrite: bool) -> None:
-    from surefoot.errors import DataError
-
-    if not out.parent.is_dir():
-        raise DataError(f"--out: there is no folder {out.parent.absolute()} to write {out.name} into")
-    if out.is_dir() or (Path(file).exists() and out.exists() and out.samefile(file)):
-        raise DataError(f"--out: {out} is a folder, or the very file to be scored: expected another name")
-    if out.exists() and not overwrite:
-        raise DataError(f"--out: {out} exists: choose another name, or replace it with --overwrite")
 
 
 def _write(out: Path, dataset: Dataset, scores: Tensor) -> None:

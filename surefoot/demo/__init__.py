@@ -1,1 +1,2 @@
-"""`surefoot demo`: a model learns in front of you, while one of two runs is killed. Start reading at `story.py`."""
+"""`surefoot demo`: a model learns past its teachers in front of you, while one of two runs is killed. Start reading at
+`story.py`."""

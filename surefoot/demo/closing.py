@@ -13,11 +13,9 @@ from rich.text import Text
 from surefoot.demo import task
 from surefoot.demo.compare import Comparison
 from surefoot.demo.watch import WatchedRun
-from surefoot.report.text import duration, number, size
+from surefoot.report.text import duration, size
 
-_NUM_EXAMPLES = 4
 _NUM_DIFFERENCES = 10
-_MOST_BEFORE, _LEAST_AFTER = 0.1, 0.8
 
 
 class Fact(NamedTuple):
@@ -39,24 +37,27 @@ class Outcome(NamedTuple):
     held: bool
 
 
-def answers(rows: Sequence[task.Row], before: Sequence[str], after: Sequence[str]) -> list[Fact]:
-    """Of the untrained and the trained model to the held-out rows; wrong ones of the trained model are shown first."""
-    share, share_after = task.exact_match(before, rows), task.exact_match(after, rows)
-    learnt = share < _MOST_BEFORE and share_after > _LEAST_AFTER
-    table = sorted(zip(rows, before, after, strict=True), key=lambda item: item[2] == task.expected_answer(item[0]))
-    examples = [Fact(task.question(row), f"{old} -> {new}") for row, old, new in table[:_NUM_EXAMPLES]]
-    return [*examples, Fact("sums right", f"{share:.1%} -> {share_after:.1%} of {len(rows)} held out", learnt)]
+def answers(rows: Sequence[task.Row], before: Sequence[Sequence[str]], after: Sequence[Sequence[str]]) -> list[Fact]:
+    """Several answers of two models to each of some rows; a dash where one says nothing."""
+    return [
+        Fact(task.question(row), " -> ".join(" ".join(text or "-" for text in texts) for texts in (old, new)))
+        for row, old, new in zip(rows, before, after, strict=True)
+    ]
 
 
 def training(run: WatchedRun) -> list[Fact]:
-    losses, validations, timings = run.losses("train"), run.losses("val"), run.timings()
-    rate = 1 / fmean(timing["wall_s"] for timing in timings)
+    rewards, timings = run.values("train", "reward"), run.timings()
+    num = max(1, len(rewards) // 20)
+    rate = 1 / fmean(timing["step_s"] for timing in timings)
     held_up = max(timing.get("save_s", 0.0) for timing in timings)
-    written = median(timing["save_background_s"] for timing in timings if "save_background_s" in timing)
+    written = [timing["save_background_s"] for timing in timings if "save_background_s" in timing]
+    meanwhile = f", and took {duration(median(written))} meanwhile" if written else ""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in run.shares().items())
     return [
-        Fact("loss", f"{number(losses[0])} -> {number(losses[-1])}, on held-out sums {number(validations[-1])}"),
-        Fact("speed", f"{len(timings):,} steps at {rate:.0f} steps/s on one thread, in each run"),
-        Fact("saves", f"held training up for {duration(held_up)} at most, and took {duration(written)} meanwhile"),
+        Fact("reward", f"{fmean(rewards[:num]):.2f} -> {fmean(rewards[-num:]):.2f} in {len(rewards):,} steps"),
+        Fact("speed", f"{rate:.1f} steps/s on one thread, in each run"),
+        Fact("time goes to", shares),
+        Fact("saves", f"held training up for {duration(held_up)} at most{meanwhile}"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The demo's folder: an earlier demo is moved aside, then data, a tokenizer and a configuration are put there."""
+"""The demo's folder: an earlier demo is moved aside, then data, a tokenizer and the configurations are put there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from surefoot.checkpoint.commit import set_aside
 from surefoot.checkpoint.directory import LOCK, DirectoryLock
 from surefoot.demo import task
-from surefoot.demo.recipe import SFT
+from surefoot.demo.measure import Heldout
+from surefoot.demo.stages import STAGES, WRONG_SHARE
 from surefoot.errors import SurefootError
 
 MARKER = ".surefoot_demo"
@@ -21,16 +22,24 @@ class DemoFolder:
     def __init__(self, root: Path, moved_to: Path | None = None) -> None:
         self.root, self.moved_to = root, moved_to
         self.data = root / "data"
-        self.train = self.data / "train.jsonl"
-        self.heldout = self.data / "heldout.jsonl"
         self.tokenizer = root / "tokenizer"
-        self.config = SFT.config(root)
 
-    def fill(self, seed: int) -> None:
-        """Write the data, train the tokenizer on it, write the configuration."""
-        task.write_dataset(self.train, self.heldout, seed)
-        task.train_tokenizer(task.read_rows(self.train), self.tokenizer)
-        SFT.write(self.root, seed)
+    def rows(self, name: str) -> list[task.Row]:
+        return task.read_rows(self.data / f"{name}.jsonl")
+
+    def fill(self, seed: int) -> Heldout:
+        """Write the true sums, demonstrations that are mostly wrong, preferences of two kinds; train the tokenizer;
+        write the configurations. Returns what is held out."""
+        task.write_dataset(self.data / "train.jsonl", self.data / "heldout.jsonl", seed)
+        train, heldout = self.rows("train"), self.rows("heldout")
+        task.write_demonstrations(train, self.data / "demonstrations.jsonl", seed, WRONG_SHARE)
+        for name, wrong in (("guesses", task.guess), ("slips", task.slip)):
+            task.write_preferences(train, self.data / f"{name}.jsonl", seed, wrong)
+            task.write_preferences(heldout, self.data / f"{name}_heldout.jsonl", seed, wrong)
+        task.train_tokenizer(train, self.tokenizer)
+        for stage in STAGES:
+            stage.recipe.write(self.root, seed)
+        return Heldout(heldout, self.rows("guesses_heldout"), self.rows("slips_heldout"), seed)
 
 
 @contextmanager

@@ -26,13 +26,13 @@ val_period: {period}  # steps; validation rows are never trained
 {section}
 policy:
 {model}
-  train_global_batch_size: {rows}  # rows of one step
+  train_global_batch_size: {rows}  # rows of one optimizer step
   train_micro_batch_size: {rows}  # rows in memory at once; another number gives the same gradient
-  max_total_sequence_length: 64  # tokens; the longest row here has 14
+  max_total_sequence_length: 16  # tokens; the longest row here has 14
   max_grad_norm: 1.0
   num_threads: 1  # of this process; two runs side by side are fastest with one each
   optimizer: {{ lr: {lr}, beta2: 0.98, weight_decay: 0.1 }}
-  scheduler: {{ name: cosine, warmup_steps: 50 }}  # down to zero at the last step
+  scheduler: {{ name: {decay}, warmup_steps: {warmup} }}  # down to zero at the last step
 
 data:
   # {one_line}
@@ -55,6 +55,7 @@ model_init:
 {model_init}
 tokenizer: {{ name: "{root}/tokenizer" }}"""
 CHAT = 'One chat, which is one row, per line: {"messages": [{"role": …, "content": …}, …]}'
+PROMPT = "One chat per line. Its last turn is not trained: it is the column `answer`, which the reward alone reads"
 PAIR = 'One pair, which is two rows, per line: {"prompt": [{"role": …, "content": …}], "chosen": […], "rejected": […]}'
 
 
@@ -66,11 +67,12 @@ class Recipe:
         name: of the run's folder and, with `.yaml`, of its configuration.
         about: what it is, and why its settings are what they are: the file's first comment.
         period: steps between validations, and between saves.
-        rows: of one step.
+        rows: of one optimizer step.
         train, heldout: names of files in `data/`; `heldout` is the validation set, its first `val_rows` lines.
         one_line: what a line of the files is.
         metric: of validation, by which the best checkpoints are kept.
-        section: the algorithm's own, with its comments.
+        decay, warmup: of the learning rate; warm-up in optimizer steps.
+        section: the algorithm's own, and what else it needs, with comments.
         begins_with: the run whose last weights are the first ones here; default: random weights.
     """
 
@@ -81,7 +83,9 @@ class Recipe:
     rows: int
     lr: str
     train: str
-    algorithm: str = "sft"
+    algorithm: str
+    decay: str = "cosine"
+    warmup: int = 50
     section: str = ""
     heldout: str = "heldout"
     val_rows: int = 100
@@ -125,14 +129,3 @@ def weights(run_dir: Path, step: int) -> Path:
 def _quoted(path: Path) -> str:
     """As it stands between YAML's double quotes."""
     return json.dumps(str(path), ensure_ascii=False)[1:-1]
-
-
-SFT = Recipe(
-    "sft",
-    "Supervised fine-tuning of a small Llama, from random weights, on sums such as 47+85=132.",
-    num_steps=1200,
-    period=100,
-    rows=32,
-    lr="1.5e-3",
-    train="train",
-)

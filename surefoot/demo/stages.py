@@ -1,5 +1,5 @@
-"""What `surefoot demo --all` goes on with. A stage is one more run on the same task, measured before and after; another
-method joins by one more `Stage` here."""
+"""What the demo trains. A stage is one run on the task, measured before and after; another method joins by one more
+`Stage` here, in `FURTHER`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from surefoot.demo import measure, task
 from surefoot.demo.closing import Outcome
 from surefoot.demo.measure import GREEDY, GUESSES, SAMPLED, SLIPS, Heldout, Kind
-from surefoot.demo.recipe import PAIR, Recipe
+from surefoot.demo.recipe import PAIR, PROMPT, Recipe
 from surefoot.demo.watch import WatchedRun
 from surefoot.report.text import number
 
@@ -77,24 +77,64 @@ class Stage:
         ]
 
 
-BASE = Stage(
+SFT = Stage(
     Recipe(
-        "base",
-        f"Supervised fine-tuning on demonstrations of which {WRONG_SHARE:.0%} are wrong, each by a slip in a column or "
-        "two. Who imitates them well answers as badly as they do when sampled, while the most likely answer can be "
-        "better than the teachers'. That gap is what preferences then have to close.",
+        "sft",
+        f"Supervised fine-tuning of a small Llama, from random weights, on demonstrations of sums such as 47+85=132. "
+        f"{WRONG_SHARE:.0%} of them are wrong, each by a slip in a column or two: who imitates them well, is wrong as "
+        "often as they are.",
         num_steps=800,
         period=100,
         rows=32,
         lr="1.5e-3",
         train="demonstrations",
+        algorithm="sft",
     ),
-    f"fine-tuning on demonstrations of which {WRONG_SHARE:.0%} are wrong",
+    f"fine-tuning from random weights on demonstrations of which {WRONG_SHARE:.0%} are wrong",
     measure.answers,
     {SAMPLED: Limit(0.1, 0.4), GREEDY: Limit(0.5)},
 )
+_SAMPLING = """\
+
+generation: { max_new_tokens: 4 }  # three digits and the end of the turn
+
+rewards:
+  - { name: exact_match }  # 1 for the very digits, else 0
+"""
+on_prompts = partial(
+    Recipe,
+    period=25,
+    rows=64,
+    decay="linear",
+    warmup=20,
+    train="train",
+    val_rows=200,
+    one_line=PROMPT,
+    metric="reward",
+    higher_is_better=True,
+    begins_with=SFT.recipe,
+)
+_GRPO = """\
+grpo:
+  num_prompts_per_step: 32
+  num_generations_per_prompt: 8  # each is judged against the others of its prompt; 256 rows, 4 optimizer steps
+"""
+GRPO = Stage(
+    on_prompts(
+        "grpo",
+        "GRPO from the model that learnt from mostly wrong demonstrations. It sees no demonstration any more, only "
+        "whether what it says is right, and so learns past its teachers.",
+        algorithm="grpo",
+        section=_GRPO + _SAMPLING,
+        num_steps=400,
+        lr="4e-4",
+    ),
+    "GRPO from there, with no demonstrations and a reward for right answers; twice, and one of the two is killed",
+    measure.answers,
+    {SAMPLED: Limit(0.85, gain=0.4), GREEDY: Limit(0.92)},
+)
 on_pairs = partial(
-    Recipe, rows=64, val_rows=task.NUM_HELDOUT, one_line=PAIR, higher_is_better=True, begins_with=BASE.recipe
+    Recipe, rows=64, val_rows=task.NUM_HELDOUT, one_line=PAIR, higher_is_better=True, begins_with=SFT.recipe
 )
 RM = Stage(
     on_pairs(
@@ -110,7 +150,7 @@ RM = Stage(
         heldout="guesses_heldout",
         metric="accuracy",
     ),
-    "a reward model from that base: right sums against guesses",
+    "a reward model from the SFT model: right sums against guesses",
     measure.scores,
     {GUESSES: Limit(0.9, gain=0.3), SLIPS: Limit(0.6)},
     kind="scalar",
@@ -138,10 +178,33 @@ DPO = Stage(
         heldout="slips_heldout",
         metric="rewards/accuracies",
     ),
-    "DPO from that base: right sums against slips",
+    "DPO from the SFT model: right sums against slips",
     measure.answers,
     {SAMPLED: Limit(0.6, gain=0.4), GREEDY: Limit(0.9)},
     validated={"rewards/accuracies": 0.9, "rewards/margins": 0.0},
 )
-# Stages of one group run side by side, on one thread each.
-STAGES = ((BASE,), (RM, DPO))
+_PPO = """\
+ppo:
+  num_prompts_per_step: 256  # one completion each: what was to be expected says the value model, not the siblings
+  gae_lambda: 1.0  # answers are short
+  critic_warmup_steps: 10  # in which the value model alone learns
+
+value: { optimizer: { lr: 1.0e-3 } }  # what is left out is the policy's
+"""
+PPO = Stage(
+    on_prompts(
+        "ppo",
+        "PPO from the model that learnt from mostly wrong demonstrations: the same rewards as for GRPO, judged against "
+        "what a value model had expected, which is trained beside the policy.",
+        algorithm="ppo",
+        section=_PPO + _SAMPLING,
+        num_steps=200,
+        lr="4e-4",
+    ),
+    "PPO from the SFT model: right answers are rewarded, and a value model says what was to be expected",
+    measure.answers,
+    {SAMPLED: Limit(0.7, gain=0.4), GREEDY: Limit(0.9)},
+)
+# What `--all` goes on with, each from SFT's weights. Stages of one group run side by side, on one thread each.
+FURTHER = ((RM, DPO), (PPO,))
+STAGES = (SFT, GRPO, *(stage for group in FURTHER for stage in group))

@@ -18,10 +18,16 @@ from rich.text import Text
 from surefoot.demo.watch import WatchedRun
 from surefoot.report.text import number, sparkline
 
-_BARS = 40
-_RECENT_STEPS = 50
+_BARS = 28
 _COLOURS = ("green", "magenta")
-_VALIDATION = {"loss": "validation", "accuracy": "pairs right", "rewards/accuracies": "pairs right"}
+_PHASE_COLOURS = ("cyan", "yellow", "magenta", "blue", "green", "red", "bright_black")
+_VALIDATION = {
+    "loss": "validation",
+    "reward": "held out",
+    "accuracy": "pairs right",
+    "rewards/accuracies": "pairs right",
+}
+_MOST_COMPLETIONS = 3
 
 
 class DemoView:
@@ -50,38 +56,78 @@ class DemoView:
             self.live.update(Group(*(self._panel(run) for run in self._runs)), refresh=True)
             return
         for run in self._runs:
-            (old_status, num_old), status, num_validations = self._printed[run.name], run.status, len(run.losses("val"))
+            (old_status, num_old), status, num_validations = self._printed[run.name], run.status, run.num_validations
             if num_validations > num_old:
-                self.event(run, f"{self._pace(run)}   {_losses(run)}")
+                self.event(run, f"{self._pace(run)}   {_measured(run)}")
+                if run is self._runs[0] and run.completions():
+                    self.event(run, "   ".join(_completions(run)))
             if status not in (old_status, "starting"):
                 self.event(run, status)
             self._printed[run.name] = status, num_validations
 
     def _panel(self, run: WatchedRun) -> Panel:
-        colour, losses, bucket = self._colours[run.name], run.losses("train"), max(1, run.num_steps // _BARS)
-        means = [fmean(losses[start : start + bucket]) for start in range(0, len(losses), bucket)]
-        curve = sparkline([math.log(max(mean, 1e-9)) for mean in means])  # so that the last tenth of the way shows too
+        colour = self._colours[run.name]
         grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True, width=_BARS)
+        grid.add_column(no_wrap=True, overflow="crop")
         grid.add_row(ProgressBar(run.num_steps, run.step, _BARS, complete_style=colour), self._pace(run))
-        grid.add_row(Text(curve, colour), _losses(run))
+        grid.add_row(Text(_curve(run), colour), _measured(run))
+        grid.add_row(*_where_the_time_goes(run))
         saves = Text.assemble(("checkpoints  ", "dim"), *((f"{step:,}  ", "green") for step in run.saved()))
         for step in run.saved("tmp_"):
             left_over = run.status == "starting" or run.step < step
             saves.append(*((f"{step:,} half-written", "red") if left_over else (f"{step:,} being written", "yellow")))
         title = Text.assemble((run.name, f"bold {colour}"), (f"  {run.status}", "not bold dim"))
-        return Panel(Group(grid, saves), title=title, title_align="left", border_style=colour, expand=False)
+        return Panel(
+            Group(grid, *map(Text, _completions(run)), saves),
+            title=title,
+            title_align="left",
+            border_style=colour,
+            expand=False,
+        )
 
     def _pace(self, run: WatchedRun) -> str:
-        recent = [timing["wall_s"] for timing in run.timings()[-_RECENT_STEPS:]]
-        return f"step {run.step:>5,}/{run.num_steps:,} " + (f"{1 / fmean(recent):5.0f} steps/s" if recent else "")
+        recent = [timing["wall_s"] for timing in run.timings()[-_recent(run) :]]
+        return f"step {run.step:>5,}/{run.num_steps:,} " + (f"{1 / fmean(recent):5.1f} steps/s" if recent else "")
 
 
-def _losses(run: WatchedRun) -> str:
-    recent = {"loss": run.losses("train")[-_RECENT_STEPS:]}
-    recent |= {
-        name: run.values("val", metric)[-1:] for metric, name in _VALIDATION.items() if run.values("val", metric)
-    }
-    return "   ".join(f"{name} {number(fmean(values)):<9}" for name, values in recent.items() if values)
+def _recent(run: WatchedRun) -> int:
+    """So many of the last steps are shown as one number."""
+    return max(1, run.num_steps // 20)
+
+
+def _curve(run: WatchedRun) -> str:
+    """Of the reward, where there is one; else of the loss's logarithm, so that the last tenth of the way shows too."""
+    bucket = max(1, math.ceil(run.num_steps / _BARS))
+    rewards = run.values("train", "reward")
+    values = rewards or [math.log(max(loss, 1e-9)) for loss in run.values("train", "loss")]
+    return sparkline([fmean(values[start : start + bucket]) for start in range(0, len(values), bucket)])
+
+
+def _measured(run: WatchedRun) -> str:
+    name = "reward" if run.values("train", "reward") else "loss"
+    shown = {name: run.values("train", name)[-_recent(run) :]}
+    shown |= {name: run.values("val", metric)[-1:] for metric, name in _VALIDATION.items() if run.values("val", metric)}
+    return "   ".join(f"{name} {number(fmean(values)):<9}" for name, values in shown.items() if values)
+
+
+def _where_the_time_goes(run: WatchedRun) -> tuple[Text, Text]:
+    """One bar of all phases, and a legend of those that show in it."""
+    bar, legend = Text(overflow="crop"), Text()
+    for (name, share), colour in zip(run.shares().items(), _PHASE_COLOURS, strict=True):
+        if cells := round(share * _BARS):
+            bar.append("█" * cells, colour)
+            legend.append(f"{name} {share:.0%}  ", colour)
+    return bar, legend
+
+
+def _completions(run: WatchedRun) -> list[str]:
+    """The most frequent ones of one prompt, and what each of them is worth."""
+    return [
+        f"{row['prompt']}{row['completion']:<4}{row['count']:>2}×  reward {row['reward']:g}  "
+        f"advantage {row['advantage']:+.2f}"
+        for row in run.completions()[:_MOST_COMPLETIONS]
+    ]
 
 
 def say(console: Console, label: str, text: str) -> None:

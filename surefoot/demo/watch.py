@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from surefoot.checkpoint.commit import step_of
 from surefoot.checkpoint.lineage import read_attempt
 from surefoot.errors import SurefootError
 
+PHASES = ("rollout", "reward", "log-probs", "train", "sync", "save")
 _TERMINATE_S = 10.0
 _SAVE_POLL_S = 0.0005
 
@@ -36,6 +38,7 @@ class WatchedRun:
         self.process: subprocess.Popen[bytes] | None = None
         self.lines: list[dict[str, Any]] = []
         self.kills: dict[int, bool] = {}
+        self._sampled: tuple[Path, list[dict[str, Any]]] = (run_dir, [])
 
     def start(self, *arguments: str) -> None:
         """Start `surefoot <arguments>` on one thread, in a session of its own: Ctrl-C is the demo's to handle. What it
@@ -80,8 +83,9 @@ class WatchedRun:
     def step(self) -> int:
         return int(self.lines[-1]["step"]) if self.lines else 0
 
-    def losses(self, kind: str) -> list[float]:
-        return self.values(kind, "loss")
+    @property
+    def num_validations(self) -> int:
+        return sum(line["kind"] == "val" for line in self.lines)
 
     def values(self, kind: str, metric: str) -> list[float]:
         """Of all steps of a kind, "train" or "val", that have it."""
@@ -90,6 +94,31 @@ class WatchedRun:
     def timings(self) -> list[dict[str, float]]:
         """Seconds of each training step."""
         return [line["timing"] for line in self.lines if line["kind"] == "train"]
+
+    def shares(self) -> dict[str, float]:
+        """Of the training steps' time, by phase, saves included; "other" is the rest."""
+        timings = self.timings()
+        seconds = {name: sum(timing.get(f"{name}_s", 0.0) for timing in timings) for name in PHASES}
+        whole = sum(timing["step_s"] for timing in timings) + seconds["save"]
+        seconds["other"] = whole - sum(seconds.values())
+        return {name: value / whole if whole else 0.0 for name, value in seconds.items()}
+
+    def completions(self) -> list[dict[str, Any]]:
+        """What the newest step sampled for one prompt, one that it got right and wrong where there is such: its rows of
+        `completions/`, each text once and with its `count`, the best first. Empty where nothing is sampled."""
+        file = self.run_dir / "completions" / f"step_{self.step}.parquet"
+        if file != self._sampled[0] and file.exists():
+            import pyarrow.parquet as pq
+
+            groups: dict[str, list[dict[str, Any]]] = {}
+            for row in pq.read_table(file).to_pylist():
+                groups.setdefault(row["group"], []).append(row)
+            mixed = [rows for rows in groups.values() if len({row["reward"] for row in rows}) > 1]
+            chosen = (mixed or list(groups.values()))[0]
+            counts = Counter(row["completion"] for row in chosen)
+            once = {row["completion"]: {**row, "count": counts[row["completion"]]} for row in chosen}
+            self._sampled = file, sorted(once.values(), key=lambda row: (-row["reward"], -row["count"]))
+        return self._sampled[1]
 
     def saved(self, prefix: str = "") -> list[int]:
         """The steps of finished checkpoints; with the prefix "tmp_" of those being written, or left half-written."""

@@ -103,6 +103,7 @@ class ModelHead:
         assert self._score is not None
         hidden = self._base(input_ids=input_ids, attention_mask=real.long(), use_cache=False).last_hidden_state
         scores = self._score(hidden).squeeze(-1)
+        scores = scores.float() if scores.dtype == torch.bfloat16 else scores  # autocast's: too coarse to be compared
         return torch.where(real, scores, torch.zeros_like(scores))
 
     def _hidden(self, input_ids: Tensor, real: Tensor) -> Tensor:

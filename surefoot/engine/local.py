@@ -57,6 +57,7 @@ class LocalEngine:
         trained: a frozen engine has no optimizer; its fingerprint is saved in place of its weights.
         synced: a frozen engine whose weights are assigned to or changed in place: they are saved.
         num_ids: the tokenizer's highest id and one more, for heads with `known_only`; `None`: all that the model has.
+        section: the name of `config` in the run's configuration.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LocalEngine:
         trained: bool = True,
         synced: bool = False,
         num_ids: int | None = None,
+        section: str = "policy",
     ) -> None:
         self.device = resolve_device(config.device)
         self.model = model.to(self.device).eval()  # all of it, as `_set_mode` asks the root alone
@@ -101,6 +103,7 @@ class LocalEngine:
             config.scheduler,
             max_grad_norm=config.max_grad_norm,
             total_optimizer_steps=total_optimizer_steps,
+            section=section,
         )
 
     # ------------------------------------------------------------------------------------------------ running

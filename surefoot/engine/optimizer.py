@@ -33,8 +33,10 @@ class Optimizer:
         *,
         max_grad_norm: float | None,
         total_optimizer_steps: int | None,
+        section: str = "policy",
     ) -> None:
         self.steps = 0
+        self._section = section
         self._config, self._schedule, self._max_grad_norm = config, schedule, max_grad_norm
         self._decay_end = decay_end(schedule, total_optimizer_steps)
         self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -119,12 +121,13 @@ class Optimizer:
     def _explain_jump(self, old_end: int | None) -> None:
         """A run that is made longer or shorter stretches or squeezes a decay that follows its length."""
         before, now = lr_at(self._schedule, self._config.lr, self.steps, old_end), self.lr
+        key = f"{self._section}.scheduler.decay_steps"
         if before != now:
             _log.warning(
                 "the learning rate goes on at %.4g, not at %.4g: the %s decay now ends at optimizer step %s, it "
-                "ended at %s. It follows the run's length unless policy.scheduler.decay_steps is set. To keep the old "
-                "schedule, resume with policy.scheduler.decay_steps=%s --allow policy.scheduler.decay_steps",
-                *(now, before, self._schedule.name, self._decay_end, old_end, old_end),
+                "ended at %s. It follows the run's length unless %s is set. To keep the old schedule, resume with "
+                "%s=%s --allow %s",
+                *(now, before, self._schedule.name, self._decay_end, old_end, key, key, old_end, key),
             )
 
 

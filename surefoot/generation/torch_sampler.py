@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
-from surefoot.errors import ModelError
 from surefoot.generation.choice import batch_for
+from surefoot.generation.fit import check_length, check_weights, checksum
 from surefoot.generation.requests import Request, Texts, make_request
 from surefoot.types import Completion, Sampling
 
@@ -56,12 +55,7 @@ class TorchSampler:
         exact: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and 0 < limit < max_total_sequence_length:
-            raise ModelError(
-                f"max_total_sequence_length is {max_total_sequence_length}, but {type(model).__name__} reads at most "
-                f"{limit} tokens (its max_position_embeddings): lower max_total_sequence_length"
-            )
+        check_length(model, max_total_sequence_length)
         model.requires_grad_(False).eval()
         named = weights if weights is not None else _by_module(model)
         places = {parameter.data_ptr(): parameter for parameter in model.parameters()}
@@ -185,7 +179,7 @@ class TorchSampler:
             ModelError: a name is missing or extra, or a shape or dtype differs; then nothing was assigned. A sampler in
                 bfloat16 takes float32 weights, and rounds them.
         """
-        self._check(weights)
+        check_weights(self._weights, weights)
         with self._changed:
             self._assigning += 1
             try:
@@ -202,24 +196,8 @@ class TorchSampler:
                 self._held.clear()
                 self._changed.notify_all()
 
-    def _check(self, weights: Mapping[str, Tensor]) -> None:
-        wrong = [f"{name} is missing" for name in self._weights.keys() - weights.keys()]
-        wrong += [f"{name} is not in this model" for name in weights.keys() - self._weights.keys()]
-        for name in self._weights.keys() & weights.keys():
-            found, own = weights[name], self._weights[name]
-            if found.shape != own.shape or found.dtype not in (own.dtype, torch.float32):
-                wrong.append(f"{name} is {found.dtype} {list(found.shape)}, not {own.dtype} {list(own.shape)}")
-        if wrong:
-            more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-            raise ModelError(f"the weights assigned to the sampler do not fit: {'; '.join(sorted(wrong)[:5])}{more}")
-
     def weights_checksum(self) -> str:
-        """Over names, dtypes, shapes and every bit, as the engine's fingerprint."""
-        digest = xxhash.xxh3_128()
-        for name, tensor in sorted(self._weights.items()):
-            digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return str(digest.hexdigest())
+        return checksum(self._weights)
 
     # ------------------------------------------------------------------------------------------------------------- end
 

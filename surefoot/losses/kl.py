@@ -44,6 +44,16 @@ def kl_values(logprobs: Tensor, reference: Tensor, kind: str) -> Tensor:
     return _ESTIMATORS[kind](logprobs - reference, torch.ones_like(logprobs))[0]
 
 
+def adapted_coefficient(coefficient: float, kl: float, *, target: float, step: float) -> float:
+    """The next KL coefficient of a controller that steers the KL measured to `target`: β · (1 + step · e) with e =
+    KL / target − 1 between −0.2 and 0.2 (arXiv:1909.08593, section 2.2).
+
+    >>> adapted_coefficient(0.1, 0.022, target=0.02, step=0.5)
+    0.105
+    """
+    return coefficient * (1 + step * min(max(kl / target - 1, -0.2), 0.2))
+
+
 def _k1(x: Tensor, ratio: Tensor) -> _Pair:
     return ratio * x, ratio * (x + 1)
 

@@ -57,14 +57,17 @@ def policy_metrics(
     means = {"kl": measured.kl, "entropy": measured.entropy, "importance_weight/outside": measured.weights.outside}
     return {
         "loss": Metric(float(measured.total) * norm / own_units if own_units else 0.0, weight=own_units),
-        **{name: _mean(own(values)) for name, values in means.items() if values is not None},
-        **{name: _mean(found) for name, found in _clipped(ratio, own(measured.advantages), loss_type, options).items()},
-        **_spread("ratio", ratio),
-        **_spread("importance_weight", raw[known]),
+        **{name: mean_of(own(values)) for name, values in means.items() if values is not None},
+        **{
+            name: mean_of(found)
+            for name, found in _clipped(ratio, own(measured.advantages), loss_type, options).items()
+        },
+        **spread("ratio", ratio),
+        **spread("importance_weight", raw[known]),
         "importance_weight/non_finite": Metric(float((~known).sum()), reduce="sum"),
         **{
             name: metric
-            for name, metric in _spread("generator_mismatch", gap[gap.isfinite()]).items()
+            for name, metric in spread("generator_mismatch", gap[gap.isfinite()]).items()
             if "min" not in name
         },
         "num_tokens": Metric(float(len(places)), reduce="sum"),
@@ -82,12 +85,14 @@ def _clipped(ratio: Tensor, advantages: Tensor, loss_type: str, options: Mapping
     return {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": low | high}
 
 
-def _mean(values: Tensor) -> Metric:
+def mean_of(values: Tensor) -> Metric:
+    """Weighted by their number."""
     return Metric(float(values.double().mean()) if len(values) else 0.0, weight=float(len(values)))
 
 
-def _spread(name: str, values: Tensor) -> dict[str, Metric]:
-    mean = {f"{name}/mean": _mean(values)}
+def spread(name: str, values: Tensor) -> dict[str, Metric]:
+    """Minimum, mean and maximum."""
+    mean = {f"{name}/mean": mean_of(values)}
     if not len(values):
         return mean
     low, high = (float(bound) for bound in values.aminmax())

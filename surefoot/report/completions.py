@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -42,13 +42,12 @@ class Completions:
         """`columns`: texts and numbers, `reward` among them, one entry per row."""
         import pyarrow.parquet as pq
 
-        plain = {name: _plain(column) for name, column in columns.items()}
-        rows = [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
+        rows = rows_of(columns)
         path = self._folder / f"step_{step}.parquet"
         with explained("write", path):
             self._folder.mkdir(exist_ok=True)
             partial = path.with_suffix(".tmp")
-            pq.write_table(_table(rows, columns), partial)
+            pq.write_table(parquet_table(columns), partial)
             partial.replace(path)
         self._unsynced.append(path)
         judged = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
@@ -79,16 +78,24 @@ class Completions:
         _log.info("%s: what came after step %d is set aside in %s", self._folder, step, aside.name)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], columns: Columns) -> Any:
-    """By way of JSON: made of Python lists, a table would import pandas first, if that is installed."""
+def rows_of(columns: Columns) -> list[dict[str, Any]]:
+    """One mapping for each row; None in place of NaN."""
+    plain = {name: _plain(column) for name, column in columns.items()}
+    return [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
+
+
+def parquet_table(columns: Columns) -> Any:
+    """Made by way of JSON: of Python lists, pyarrow would import pandas first, if that is installed."""
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
     def kind(column: Column) -> Any:
-        return pa.string() if isinstance(column, list) else pa.float64() if column.is_floating_point() else pa.int64()
+        if isinstance(column, list):
+            return pa.string()
+        return {"torch.bool": pa.bool_(), "torch.int64": pa.int64()}.get(str(column.dtype), pa.float64())
 
     schema = pa.schema([(name, kind(column)) for name, column in columns.items()])
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    text = "".join(json.dumps(row) + "\n" for row in rows_of(columns)).encode()
     return arrow_json.read_json(
         io.BytesIO(text),
         read_options=arrow_json.ReadOptions(use_threads=False, block_size=len(text) + 1),

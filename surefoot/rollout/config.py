@@ -24,7 +24,8 @@ class EvaluationConfig(Section):
     """How the prompts of validation sets are answered and judged.
 
     Attributes:
-        num_generations_per_prompt: n; pass@k is estimated, without bias, for 1, 2, 4 … up to n.
+        num_generations_per_prompt: n; with several, the answer that most of a prompt's completions give is judged, too.
+        pass_at_k: each k, up to n, for which pass@k is estimated, without bias; default: 1, 2, 4 … up to n.
         temperature: default: that of `generation`; 0 takes the likeliest token.
         num_prompts_per_batch: answered at a time; it changes speed, never the result.
         pass_reward: which reward says whether a completion passes; default: the row's whole reward.
@@ -32,10 +33,26 @@ class EvaluationConfig(Section):
     """
 
     num_generations_per_prompt: PositiveInt = 1
+    pass_at_k: Annotated[list[PositiveInt], Field(min_length=1)] | None = None
     temperature: NonNegativeReal | None = None
     num_prompts_per_batch: PositiveInt = 64
     pass_reward: str | None = None
     pass_threshold: Real = 1.0
+
+    @model_validator(mode="after")
+    def _enough_completions(self) -> EvaluationConfig:
+        n = self.num_generations_per_prompt
+        for k in self.pass_at_k or ():
+            if k > n:
+                raise ValueError(
+                    f"pass_at_k: pass@{k} is estimated from at least {k} completions of a prompt, and "
+                    f"num_generations_per_prompt is {n}"
+                )
+        if self.temperature == 0 and n > 1:
+            raise ValueError(
+                f"temperature 0 gives the same completion {n} times: expected num_generations_per_prompt 1, found {n}"
+            )
+        return self
 
 
 class RolloutAlgorithmConfig(AlgorithmConfig):
@@ -51,7 +68,8 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
             error.
     """
 
-    needs_rewards: ClassVar[bool] = True
+    needs_rewards: ClassVar[bool] = True  # else they are only measured
+    compares_siblings: ClassVar[bool] = True  # nothing is learned from completions of one prompt with equal rewards
 
     num_prompts_per_step: PositiveInt = 4
     num_generations_per_prompt: PositiveInt = 8
@@ -112,6 +130,9 @@ class RolloutRunConfig(RunConfig):
                 f"generation.max_new_tokens ({new}) must be below policy.max_total_sequence_length ({whole}), which "
                 "holds the prompt too"
             )
+        for temperature in (self.generation.temperature, self.evaluation.temperature):
+            if temperature is not None:
+                self.generation.check(temperature)
         known = [reward.shown_as for reward in self.rewards] + ["environment"] * (self.environment is not None)
         if self.evaluation.pass_reward not in (None, *known):
             raise ValueError(

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from surefoot.data.encode import Encoder
 from surefoot.data.prompts import Messages
 from surefoot.data.rows import Prompt
-from surefoot.rollout.environments import EnvironmentConfig, load_environment
+from surefoot.rollout.environment_calls import EnvironmentWorkers
+from surefoot.rollout.environments import EnvironmentConfig, Message, Row, Step, load_environment
+from surefoot.rollout.workers import CallFailed
 from surefoot.seeds import derive_seed
 from surefoot.types import Completion
 
@@ -28,6 +30,7 @@ class Said:
         finish_reason: "stop": the model, or the environment, has ended it; "length" or "turns": a limit has.
         reward: the environment's; `None` where there is none, or it gave none.
         version: of the weights that sampled it.
+        failed_turns: whose tools took longer than their time, and what went wrong first.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -37,6 +40,8 @@ class Said:
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     version: int = -1
+    failed_turns: int = 0
+    failure: str = ""
 
     def sampled(self, completion: Completion, text: str) -> None:
         self.ids += completion.ids
@@ -60,46 +65,54 @@ class Said:
 
 
 class Conversations:
-    """Makes an environment for each rollout and lets the model talk with it. An `Opener` of rows as well.
+    """Lets the model talk with an environment of each rollout's own. An `Opener` of rows as well.
 
     Args:
         encoder: what the prompts were encoded with.
-        max_tokens: of a rollout, prompt and all.
         seed: the run's.
 
     Attributes:
+        max_tokens: of a rollout, prompt and all.
         tools: that the model may call, described for the chat template.
+        reply_role: the environment's.
 
     Raises:
         ConfigError: there is no such environment, or it does not take its options.
     """
 
     def __init__(self, config: EnvironmentConfig, encoder: Encoder, *, max_tokens: int, seed: int) -> None:
-        self._make, self._max_turns = load_environment(config), config.max_turns
-        self.tools = self._make().tool_schemas
-        self._encoder, self._max_tokens, self._seed = encoder, max_tokens, seed
+        self._environment, self._max_turns = load_environment(config)(), config.max_turns
+        self.tools, self.reply_role = self._environment.tool_schemas, self._environment.reply_role
+        self._workers = EnvironmentWorkers(config)
+        self._encoder, self.max_tokens, self._seed = encoder, max_tokens, seed
 
     def rows(self, num_rows: int, name: str) -> list[dict[str, Any]]:
-        return self._make().rows(num_rows, derive_seed(self._seed, "environment", name))
+        return self._workers.rows(num_rows, derive_seed(self._seed, "environment", name))
 
     def open(self, row: dict[str, Any]) -> tuple[Messages, list[dict[str, Any]] | None]:
-        return self._make().reset(row), self.tools
+        return self._workers.reset(row), self.tools
 
-    async def talk(self, prompt: Prompt, prompt_ids: Sequence[int], stop_ids: Sequence[int], sample: Sample) -> Said:
+    def close(self) -> None:
+        """End the environments' processes. Safe to call twice."""
+        self._workers.close()
+
+    async def talk(
+        self, id: str, prompt: Prompt, prompt_ids: Sequence[int], stop_ids: Sequence[int], sample: Sample
+    ) -> Said:
         """
         Args:
+            id: the rollout's.
             sample: given token ids, the number of the turn and how many tokens there is room for, the model's next
                 turn and its text.
 
         Raises:
-            Exception: whatever the environment raises.
+            CallFailed: the environment raises, takes longer than its time, or ends its process.
         """
-        environment, said = self._make(), Said()
-        environment.reset({"prompt": prompt.given, **prompt.columns})
+        said, taken, row = Said(), list[Message](), {"prompt": prompt.given, **prompt.columns}
         for turn in range(self._max_turns):
-            room = self._max_tokens - len(prompt_ids) - len(said.ids)
+            room = self.max_tokens - len(prompt_ids) - len(said.ids)
             said.sampled(*await sample([*prompt_ids, *said.ids], turn, room))
-            step = environment.step(said.messages[-1])
+            step = await self._step(id, row, taken, said)
             if step.reward is not None:
                 said.reward = (said.reward or 0.0) + step.reward
             if step.done or said.finish_reason == "length":
@@ -109,9 +122,25 @@ class Conversations:
             chat = [*(prompt.messages or ()), *said.messages]
             end = said.ids[-1] if said.ids and said.ids[-1] in stop_ids else None
             reply = self._encoder.reply_ids(chat, step.observation, prompt.tools, end)
-            if len(prompt_ids) + len(said.ids) + len(reply) >= self._max_tokens:
+            if len(prompt_ids) + len(said.ids) + len(reply) >= self.max_tokens:
                 said.finish_reason = "length"
                 return said
             said.observed(step.observation, reply)
         said.finish_reason = "turns"
         return said
+
+    async def _step(self, id: str, row: Row, taken: list[Message], said: Said) -> Step:
+        """What the environment says to the last turn, which is then `taken`, unless something is said in its place."""
+        message = said.messages[-1]
+        try:
+            step = await self._workers.step(id, row, taken, message)
+        except CallFailed as failure:
+            ended = failure.kind in ("timeout", "died")
+            instead = self._environment.failed(message, str(failure)) if ended else None
+            if instead is None:
+                raise
+            said.failed_turns += 1
+            said.failure = said.failure or str(failure)
+            return instead
+        taken.append(message)
+        return step

@@ -6,10 +6,8 @@ This runs in a worker process, or, for functions that no name can find, in the t
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import inspect
-import json
 import math
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -125,23 +123,32 @@ class RewardFunction:
 
     def start(self, rows: Sequence[Row]) -> list[Any]:
         """Call it; results, one per call, may have to be awaited. Raises `RewardError` when a column is missing."""
+        inputs = self.inputs(rows)
+        if not self.style.by_row:
+            return [self.function(**inputs, **self.arguments)]
+        calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
+        if self.style is _BUILT_IN:
+            can = [all(call[name] is not None for name in self._needed) for call in calls]
+            return [self.function(**call, **self.arguments) if c else None for c, call in zip(can, calls, strict=True)]
+        return [self.function(**call, **self.arguments) for call in calls]
+
+    def inputs(self, rows: Sequence[Row]) -> Table:
+        """What it is called with. Raises `RewardError` when a column is missing."""
         named = _parameters(self.function)
         inputs = self.style.inputs(rows, self._columns(rows))
         inputs = {name: values for name, values in inputs.items() if name in named or _takes_all(named)}
-        needed = [name for name, parameter in named.items() if _is_needed(parameter) and name not in self.arguments]
-        for name in needed:
+        for name in self._needed:
             if name not in inputs:
                 raise RewardError(
                     f"reward {self.label} needs {name!r}, and no row has such a column; they have "
                     f"{', '.join(self._columns(rows)) or 'none'}. `columns: {{{name}: theirs}}` names another"
                 )
-        if not self.style.by_row:
-            return [self.function(**inputs, **self.arguments)]
-        calls = [dict(zip(inputs, values, strict=True)) for values in zip(*inputs.values(), strict=True)]
-        if self.style is _BUILT_IN:
-            can = [all(call[name] is not None for name in needed) for call in calls]
-            return [self.function(**call, **self.arguments) if c else None for c, call in zip(can, calls, strict=True)]
-        return [self.function(**call, **self.arguments) for call in calls]
+        return inputs
+
+    @property
+    def _needed(self) -> list[str]:
+        named = _parameters(self.function)
+        return [name for name, parameter in named.items() if _is_needed(parameter) and name not in self.arguments]
 
     def finish(self, results: Sequence[Any], rows: Sequence[Row]) -> Values:
         """One value per row. Raises `RewardError` for anything but a finite number or None for each."""
@@ -198,10 +205,14 @@ async def score_async(function: RewardFunction, rows: Sequence[Row]) -> Values:
 # --------------------------------------------------------------------------------------- what a worker process is told
 
 
-@functools.cache
-def load(spec: str) -> RewardFunction:
-    """The function of a `RewardConfig`, given as JSON. Raises `ConfigError` when it cannot be had here."""
-    values = json.loads(spec)
+def calls(values: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """What a worker is to do with rows: score them, or, given a mapping with `rows`, only see whether it could."""
+    function = load(values)
+    return lambda given: score(function, given) if isinstance(given, list) else bool(function.inputs(given["rows"]))
+
+
+def load(values: Mapping[str, Any]) -> RewardFunction:
+    """The function of a `RewardConfig`, given as a mapping. Raises `ConfigError` when it cannot be had here."""
     label, name = values["label"], values["name"]
     if name is None:
         return RewardFunction.of(label, imported(values["function"]), values)

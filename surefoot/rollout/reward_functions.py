@@ -156,8 +156,13 @@ def extra(module: str, package: str) -> ModuleType:
 @functools.cache
 def gym_task(task: str) -> Any:
     """A reasoning-gym data set, for its score. Raises `ConfigError` when there is no such task."""
-    gym = extra("reasoning_gym", "reasoning-gym")
-    names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
+    names = gym_tasks()
     if task not in names:
         raise ConfigError(f"reasoning-gym has no task {task!r}; it has {', '.join(names)}")
-    return gym.create_dataset(task, seed=0, size=1)
+    return extra("reasoning_gym", "reasoning-gym").create_dataset(task, seed=0, size=1)
+
+
+def gym_tasks() -> list[str]:
+    """The names of reasoning-gym's tasks. Raises `ConfigError` where it is not installed."""
+    extra("reasoning_gym", "reasoning-gym")
+    return sorted(importlib.import_module("reasoning_gym.factory").DATASETS)

@@ -1,6 +1,6 @@
 """Scores completions by several weighted reward functions: `load_rewards`, then `await rewards.score(rows)`.
 
-Functions run in worker processes (`reward_workers`), those that no name can find in this one. A function that *returns*
+Functions run in worker processes (`workers`), those that no name can find in this one. A function that *returns*
 what is no reward (a wrong count, a text, a NaN) is wrong itself: an error at once. One that *fails* (raises, takes too
 long, ends its process) has its rows tried one by one: those that fail alone abstain and are counted, and too many of
 them stop the run.
@@ -24,7 +24,7 @@ from surefoot.errors import ConfigError
 from surefoot.rollout.reward_calls import RewardError, RewardFunction, Row, Values, named, score_async
 from surefoot.rollout.reward_config import RewardConfig
 from surefoot.rollout.reward_functions import Text
-from surefoot.rollout.reward_workers import CallFailed, Workers
+from surefoot.rollout.workers import CallFailed, Workers
 
 _log = logging.getLogger(__name__)
 
@@ -119,12 +119,19 @@ class Rewards:
     def __init__(self, max_reward_failures: float, num_workers: int) -> None:
         self.functions: list[_Function] = []
         self._max_failures = max_reward_failures
+        self._checks: list[Callable[[Sequence[Row]], Any]] = []
         self._workers = Workers()
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="rewards")
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(function.label for function in self.functions)
+
+    def check(self, rows: Sequence[Scored]) -> None:
+        """See, without calling any, whether the functions in workers find the columns that they need in such rows.
+        Raises `RewardError` when one does not."""
+        for check in self._checks:
+            check([plain(row) for row in rows])
 
     async def score(self, rows: Sequence[Scored]) -> Scores:
         """Raises `RewardError` when a function returns what is no reward, or has failed on too many rows."""
@@ -175,13 +182,14 @@ class Rewards:
         self.functions.append(_Function(label, reward.weight, reward.per_row, call))
 
     def _in_worker(self, reward: RewardConfig) -> Callable[[Sequence[Row]], Awaitable[Values]]:
-        spec = json.dumps(spec_of(reward))
-        self._workers.score(spec, (), reward.timeout_s)
+        spec = json.dumps(["reward_calls", spec_of(reward)])
+        self._workers.call(spec, None, reward.timeout_s)
+        self._checks.append(lambda rows: self._workers.call(spec, {"rows": rows}, reward.timeout_s))
 
         async def call(rows: Sequence[Row]) -> Values:
             run = asyncio.get_running_loop().run_in_executor
             try:
-                return await run(self._threads, self._workers.score, spec, rows, reward.timeout_s)
+                return list(await run(self._threads, self._workers.call, spec, rows, reward.timeout_s))
             except TypeError as error:
                 raise RewardError(f"reward {reward.shown_as}: the rows hold what is no JSON value: {error}") from None
 

@@ -16,6 +16,7 @@ from surefoot.data.rows import Prompt
 from surefoot.errors import RolloutError, StaleWeights
 from surefoot.rollout.conversations import Conversations, Said
 from surefoot.rollout.rewards import WINDOW, Rewards, Scored, Scores
+from surefoot.rollout.workers import CallFailed
 from surefoot.types import Completion, Generator, Poll, Sampling
 
 _log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class Rollouts:
         version = self._live_version(poll) if model == "policy" else self._generators[model].version
         found = self._run(_all([self._rollout(request, sampling, model) for request in requests]), poll)
         done = [rollout for rollout in found if isinstance(rollout, Rollout)]
-        self._check_failures([each for each in found if not isinstance(each, Rollout)], len(requests))
+        self._check_failures([each for each in found if not isinstance(each, Rollout)], done)
         for rollout in done:
             if rollout.said.version != (version := rollout.said.version if version is None else version):
                 raise StaleWeights(
@@ -120,6 +121,12 @@ class Rollouts:
                     f"expected {version}: the generator did not get the newest ones"
                 )
         return done
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Whether the reward functions find their columns among those of these prompts. Raises `RewardError`."""
+        if self._rewards is not None:
+            columns = {name: value for prompt in reversed(prompts) for name, value in prompt.columns.items()}
+            self._rewards.check([Scored("any", prompts[0].given, "", columns, ())])
 
     def score(self, rollouts: Sequence[Rollout], poll: Poll) -> Scores:
         """Raises `RewardError` as `Rewards.score` does. An environment's own reward is called "environment"."""
@@ -133,11 +140,13 @@ class Rollouts:
         return Scores({**scores.values, "environment": own}, total, scores.failures)
 
     def close(self) -> None:
-        """End the generator, the reward functions' processes and the event loop. Safe to call twice."""
+        """End the generators, all processes of rewards and environments, and the event loop. Safe to call twice."""
         for generator in self._generators.values():
             generator.close()
         if self._rewards is not None:
             self._rewards.close()
+        if self._conversations is not None:
+            self._conversations.close()
         self._runner.close()
 
     # ------------------------------------------------------------------------------------------------------- sampling
@@ -161,11 +170,15 @@ class Rollouts:
             said.sampled(*await sample(request.prompt_ids, 0, sampling.max_new_tokens))
             return Rollout(request, said)
         try:
-            said = await self._conversations.talk(request.prompt, request.prompt_ids, sampling.stop_ids, sample)
+            prompt, ids = request.prompt, request.prompt_ids
+            said = await self._conversations.talk(request.id, prompt, ids, sampling.stop_ids, sample)
         except _GeneratorFailed as failure:
             raise failure.error from None
-        except Exception as error:
+        except CallFailed as error:
             return _Failed(request, error)
+        except Exception as error:  # the template's, for what was said
+            kind = type(error).__name__
+            return _Failed(request, CallFailed(kind, f"{kind}: {error}", traceback.format_exc()))
         return Rollout(request, said)
 
     async def _generate(
@@ -189,18 +202,24 @@ class Rollouts:
         ids = completion.ids[:-1] if completion.ids[-1:] and completion.ids[-1] in sampling.stop_ids else completion.ids
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _check_failures(self, failed: Sequence[_Failed], num_requests: int) -> None:
-        """The first of each kind is logged with its traceback, the others with a line."""
-        self._recent.extend([True] * len(failed) + [False] * (num_requests - len(failed)))
+    def _check_failures(self, failed: Sequence[_Failed], done: Sequence[Rollout]) -> None:
+        """The first of each kind is logged with its traceback, the others with a line. A turn that was told of an error
+        in its tools' place counts as well."""
+        told = [rollout for rollout in done if rollout.said.failed_turns]
+        self._recent.extend([True] * (len(failed) + len(told)) + [False] * (len(done) - len(told)))
         for each in failed:
-            kind = type(each.error).__name__
-            trace = "" if kind in self._seen else "".join(traceback.format_exception(each.error))
-            self._first_cause = self._first_cause or f"{each.request.id}: {kind}: {each.error}"
-            self._seen.add(kind)
-            _log.warning("rollout %s failed: %s: %s\n%s".rstrip(), each.request.id, kind, each.error, trace)
-        if failed and (len(failed) == num_requests or sum(self._recent) > self._max_failures * WINDOW):
+            trace = "" if each.error.kind in self._seen else each.error.details
+            self._seen.add(each.error.kind)
+            self._first_cause = self._first_cause or f"{each.request.id}: {each.error}"
+            _log.warning("%s", f"rollout {each.request.id} failed: {each.error}\n{trace}".rstrip())
+        for rollout in told:
+            name, failure = rollout.request.id, rollout.said.failure
+            self._first_cause = self._first_cause or f"{name}: {failure}"
+            _log.warning("rollout %s: a tool failed, and the model is told: %s", name, failure)
+        wrong, total = len(failed) + len(told), len(failed) + len(done)
+        if wrong and (not done or sum(self._recent) > self._max_failures * WINDOW):
             raise RolloutError(
-                f"{len(failed)} of {num_requests} rollouts failed in their environment, and {sum(self._recent)} of the "
+                f"{wrong} of {total} rollouts failed in their environment, and {sum(self._recent)} of the "
                 f"last {WINDOW}, where max_reward_failures ({self._max_failures:g}) is the share that may. The first "
                 f"was {self._first_cause}"
             )
@@ -209,7 +228,7 @@ class Rollouts:
 @dataclass(frozen=True, slots=True)
 class _Failed:
     request: Request
-    error: Exception
+    error: CallFailed
 
 
 class _GeneratorFailed(Exception):

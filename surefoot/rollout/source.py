@@ -165,7 +165,9 @@ class RolloutSource(CursorSource):
             group.rewards.append(scores.total[row])
             values = {name: column[row] for name, column in scores.values.items()}
             group.values.append({name: math.nan if value is None else value for name, value in values.items()})
-        self._failed += Counter(rollouts=len(requests) - len(found), rewards=sum(scores.failures.values()))
+        turns = sum(rollout.said.failed_turns for rollout in found)
+        failures = sum(scores.failures.values())
+        self._failed += Counter(rollouts=len(requests) - len(found), rewards=failures, turns=turns)
         return groups
 
     def _answered(self, requests: Sequence[Request], version: int, poll: Poll) -> list[Rollout]:
@@ -226,6 +228,8 @@ class RolloutSource(CursorSource):
             "failed_rollouts": Metric(float(self._failed["rollouts"]), reduce="sum"),
             "failed_rewards": Metric(float(self._failed["rewards"]), reduce="sum"),
         }
+        if self._kit.config.environment is not None:
+            found["failed_turns"] = Metric(float(self._failed["turns"]), reduce="sum")
         if self._config.dynamic_sampling:
             found["drawn_groups"] = Metric(float(len(groups)), reduce="sum")
             found["drawn_batches"] = Metric(float(batches), reduce="sum")
@@ -233,7 +237,7 @@ class RolloutSource(CursorSource):
 
     def _warn_of_flat_steps(self, flat: bool) -> None:
         self._flat_steps = self._flat_steps + 1 if flat else 0
-        if self._flat_steps == _FLAT_STEPS:
+        if self._flat_steps == _FLAT_STEPS and self._config.compares_siblings:
             _log.warning(
                 "in %d steps in a row the completions of each prompt had equal rewards: nothing is learned from them. "
                 "Take easier or harder prompts, a finer reward or more num_generations_per_prompt",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from surefoot.algorithms.grpo import PRESETS
 from surefoot.config_file import algorithm_config, config_as_yaml, parse_config, read_yaml
 from surefoot.engine.frozen import BaseView
 from surefoot.errors import ConfigError, RolloutError, StaleWeights
+from surefoot.rollout.rewards import RewardError
 from surefoot.run import Run
 from tests.helpers import runs
 
@@ -165,6 +167,30 @@ def test_advantages_are_within_groups_and_recorded(file: Path) -> None:
             assert [row["advantage"] for row in own] == pytest.approx(expected.tolist(), abs=1e-4)
             varied += bool(expected.any())
     assert varied
+
+
+def test_a_reward_without_its_column_is_refused_at_the_start(file: Path) -> None:
+    rows = [json.dumps({"prompt": f"{i}+1=", "solution": str(i + 1)}) + "\n" for i in range(8)]
+    (file.parent / "train.jsonl").write_text("".join(rows))
+    with pytest.raises(RewardError, match="reward exact_match needs 'answer', and no row has such a column"):
+        runs.started(file)
+    assert not (file.parent / "run").exists()
+
+
+def test_completions_that_were_cut_off_cost_their_penalty(file: Path) -> None:
+    """Added to the reward, also to a negative one, before the group is compared; what is reported stays raw."""
+    run = runs.started(file, "grpo.missing_eos_penalty=0.25", "grpo.advantage=raw", *UNSAVED)
+    loop._publish(run)
+    batch = run.source.take(run.clock, lambda: None)
+    assert batch is not None
+    plane: Any = run.kit.plane
+    plane.put(batch, {"truncated": torch.tensor([0.0, 1.0, 1.0, 0.0]), "reward": torch.tensor([1.0, 1.0, -2.0, 0.5])})
+    advantages = plane.get(run.algorithm.enrich(batch, run.kit), ["advantages", "reward", "loss_mask"])
+    rows = zip(advantages["advantages"], advantages["loss_mask"], strict=True)
+    assert [float(row[mask > 0][0]) for row, mask in rows] == [1.0, 0.75, -2.25, 0.5]
+    assert advantages["reward"].tolist() == [1.0, 1.0, -2.0, 0.5]
+    run.source.close()
+    run.checkpoints.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_out_is_never_overwritten_unasked(trained: Path, tmp_path: Path) -> None
     out.write_text("mine")
     asked = (trained / STEP, data, "--out")
     assert "replace it with --overwrite" in refused(DataError, *asked, out)
-    assert "the very file to be scored" in refused(DataError, *asked, data, "--overwrite")
+    assert "the very file that is read" in refused(DataError, *asked, data, "--overwrite")
     assert "there is no folder" in refused(DataError, *asked, tmp_path / "no" / "scores.jsonl")
     assert out.read_text() == "mine"
     score(*asked, out, "--overwrite")

@@ -10,6 +10,7 @@ from surefoot.checkpoint.directory import LOCK
 from surefoot.config_file import config_as_yaml, load_config, parse_config, read_yaml
 from surefoot.demo import task
 from surefoot.demo.folder import MARKER, claimed
+from surefoot.demo.stages import SFT
 from surefoot.errors import SurefootError
 
 
@@ -71,15 +72,15 @@ def test_a_demo_that_is_running_is_left_alone(tmp_path: Path) -> None:
 def test_the_configuration_is_valid_and_says_what_the_task_says(tmp_path: Path) -> None:
     root = tmp_path / 'a "quoted": #name 🦶'
     with claimed(root) as folder:
-        folder.fill(seed=7)
-        config = load_config(folder.config)
+        heldout = folder.fill(seed=7)
+        config = load_config(SFT.recipe.config(root))
     assert config.policy.model_init == task.model_init()
     assert config.seed == 7
-    assert config.data.train.path == str(folder.train)
-    assert config.data.validation["heldout"].path == str(folder.heldout)
+    assert config.data.train.path == str(folder.data / "demonstrations.jsonl")
+    assert config.data.validation["heldout"].path == str(folder.data / "heldout.jsonl")
     assert config.policy.tokenizer.name == str(folder.tokenizer)
-    assert len(task.read_rows(folder.heldout)) == 500
+    assert heldout.rows == folder.rows("heldout") and len(heldout.rows) == 500
     # Every validation comes with a save, so that the best can be told.
     assert config.val_period == config.checkpointing.save_period
-    again = parse_config(read_yaml(folder.config), ["run_dir=elsewhere"])
+    again = parse_config(read_yaml(SFT.recipe.config(root)), ["run_dir=elsewhere"])
     assert "run_dir: elsewhere" in config_as_yaml(again)

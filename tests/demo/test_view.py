@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from surefoot.checkpoint.lineage import Attempt, write_attempt
@@ -13,6 +15,7 @@ from surefoot.demo import closing, task
 from surefoot.demo.compare import Comparison
 from surefoot.demo.view import DemoView
 from surefoot.demo.watch import WatchedRun
+from surefoot.report.completions import Completions
 
 
 class Terminal(io.StringIO):
@@ -28,9 +31,21 @@ def run(tmp_path: Path) -> WatchedRun:
         (run.checkpoints / name).mkdir(parents=True)
     run.kills[4] = True
     write_attempt(run.checkpoints, Attempt.first().resumed(2, None, "abc", number=2))
-    run.lines = [{"step": s, "kind": "train", "loss": 1 / s, "timing": {"wall_s": 0.1}} for s in (1, 2)]
+    timing = {"wall_s": 0.1, "step_s": 0.1, "train_s": 0.075, "rollout_s": 0.025}
+    run.lines = [{"step": s, "kind": "train", "loss": 1 / s, "timing": timing} for s in (1, 2)]
     run.lines.append({"step": 2, "kind": "val", "loss": 0.75})
     return run
+
+
+def sampled(run: WatchedRun) -> None:
+    """Let it be one that samples."""
+    for line in run.lines:
+        line["reward"] = line["step"] / 4
+    del run.lines[-1]["loss"]  # a validation's
+    texts = ["57", "67", "67", "5"]
+    rewards, advantages = torch.tensor([1.0, 0, 0, 0]), torch.tensor([1.5, -0.5, -0.5, -0.5])
+    columns = {"group": ["a"] * 4, "prompt": ["30+27="] * 4, "completion": texts}
+    Completions(run.run_dir / "completions").write(2, {**columns, "reward": rewards, "advantage": advantages})
 
 
 def test_each_validation_and_each_change_is_one_plain_line(run: WatchedRun) -> None:
@@ -41,7 +56,7 @@ def test_each_validation_and_each_change_is_one_plain_line(run: WatchedRun) -> N
         view.draw()
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.split("killed")[1].split() for line in lines] == [
-        ["step", "2/8", "10", "steps/s", "loss", "0.7500", "validation", "0.7500"],
+        ["step", "2/8", "10.0", "steps/s", "loss", "0.5000", "validation", "0.7500"],
         ["goes", "on", "from", "step", "2"],
     ]
 
@@ -53,16 +68,40 @@ def test_a_terminal_shows_what_lies_half_written(run: WatchedRun) -> None:
     with view.live:
         view.draw()
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("killed  goes on from step 2", "2/8", "loss 0.7500", "checkpoints  2  4 half-written"):
+    for text in ("killed  goes on from step 2", "2/8", "loss 0.5000", "checkpoints  2  4 half-written"):
         assert text in shown
+    assert "rollout 25%  train 75%" in shown
+
+
+def test_a_run_that_samples_shows_rewards_and_what_some_completions_are_worth(run: WatchedRun) -> None:
+    sampled(run)
+    told = ["30+27=57   1×  reward 1  advantage +1.50", "30+27=67   2×  reward 0  advantage -0.50"]
+    plain, terminal = (
+        Console(file=file, width=100, force_terminal=isinstance(file, Terminal), color_system=None)
+        for file in (io.StringIO(), Terminal())
+    )
+    for console in (plain, terminal):
+        view = DemoView(console, [run])
+        with view.live or nullcontext():
+            view.draw()
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        for text in ("reward 0.5000", "held out 0.5000", *told):
+            assert text in shown
+
+
+def test_the_closing_facts_of_a_run(run: WatchedRun) -> None:
+    sampled(run)
+    run.lines[1]["timing"] = {**run.lines[0]["timing"], "save_s": 0.01, "save_background_s": 0.2}
+    assert dict(fact[:2] for fact in closing.training(run)) == {
+        "reward": "0.25 -> 0.50 in 2 steps",
+        "speed": "10.0 steps/s on one thread, in each run",
+        "time goes to": "rollout 24%, reward 0%, log-probs 0%, train 71%, sync 0%, save 5%, other 0%",
+        "saves": "held training up for 10 ms at most, and took 200 ms meanwhile",
+    }
+    assert closing.answers([task.addition(30, 27)], [["57", ""]], [["57", "57"]]) == [("30+27=", "57 - -> 57 57", None)]
 
 
 def test_a_fact_that_does_not_hold_is_marked(run: WatchedRun) -> None:
-    rows = [task.addition(10, n) for n in range(10, 20)]
-    right, wrong = [task.expected_answer(row) for row in rows], [""] * 10
-    assert closing.answers(rows, wrong, right)[-1].held
-    for before, after in ((right, right), (wrong, wrong), (wrong, [*right[:8], "", ""])):
-        assert closing.answers(rows, before, after)[-1].held is False
     assert closing.comparing(Comparison([], 3, 100, 4))[0].held
     assert closing.comparing(Comparison(["clock/clock.json"], 3, 100, 4))[0].held is False
     assert closing.killing(run)[0].held

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from surefoot.demo import task
@@ -21,6 +22,7 @@ from surefoot.demo.story import train_both
 from surefoot.demo.view import DemoView
 from surefoot.demo.watch import WatchedRun, stop_all
 from surefoot.errors import SurefootError
+from surefoot.report.completions import Completions
 
 CONFIG = """
 algorithm: sft
@@ -151,7 +153,7 @@ def test_metrics_are_read_as_they_come_and_anew_after_a_resume(tmp_path: Path) -
 
     def look() -> tuple[list[float], list[float], int]:
         run.look()
-        return run.losses("train"), run.losses("val"), run.step
+        return run.values("train", "loss"), run.values("val", "loss"), run.step
 
     file.write_text(line(1) + line(2) + line(3)[:10])
     assert look() == ([1.0, 2.0], [], 2)
@@ -161,3 +163,35 @@ def test_metrics_are_read_as_they_come_and_anew_after_a_resume(tmp_path: Path) -
     (tmp_path / "cut").write_text(line(1))
     (tmp_path / "cut").replace(file)
     assert look() == ([1.0], [], 1)
+
+
+def test_what_a_step_sampled_is_told_by_one_prompt_that_it_got_right_and_wrong(tmp_path: Path) -> None:
+    run = WatchedRun("read", tmp_path, 120)
+    assert run.completions() == []
+    said = {"a": ["57", "57", "57"], "b": ["44", "43", "34", "43"], "c": ["12", "21"]}
+    rows = [(name, text) for name, texts in said.items() for text in texts]
+    columns = {
+        "group": [name for name, _ in rows],
+        "completion": [text for _, text in rows],
+        "reward": torch.tensor([float(text in ("57", "44", "12")) for _, text in rows]),
+    }
+    Completions(tmp_path / "completions").write(3, columns)
+    run.lines = [json.loads(line(3))]
+    assert run.completions() == [
+        {"group": "b", "completion": "44", "reward": 1.0, "count": 1},
+        {"group": "b", "completion": "43", "reward": 0.0, "count": 2},
+        {"group": "b", "completion": "34", "reward": 0.0, "count": 1},
+    ]
+    run.lines.append(json.loads(line(4)))  # its file is not there, as where a resume has just set it aside
+    assert [row["completion"] for row in run.completions()] == ["44", "43", "34"]
+
+
+def test_shares_of_the_time_add_up(tmp_path: Path) -> None:
+    run = WatchedRun("read", tmp_path, 120)
+    assert set(run.shares().values()) == {0.0}
+    timing = {"wall_s": 6.0, "step_s": 4.0, "rollout_s": 1.0, "train_s": 2.0, "validate_s": 1.0, "save_s": 1.0}
+    run.lines = [json.loads(line(1, timing=timing)), json.loads(line(2, timing={"step_s": 5.0, "train_s": 1.0}))]
+    shares = run.shares()
+    assert shares == {
+        "rollout": 0.1, "reward": 0.0, "log-probs": 0.0, "train": 0.3, "sync": 0.0, "save": 0.1, "other": 0.5
+    }  # fmt: skip

@@ -184,3 +184,13 @@ def test_a_value_model_learns(tmp_path: Path) -> None:
         last = engine.train(ref, goal)
     assert last["loss"].value < first / 10
     assert last["explained_variance"].value > 0.8
+
+
+def test_values_are_float32_under_bfloat16(tmp_path: Path) -> None:
+    """Returns and the clip's bounds differ from the values by less than bfloat16 can tell."""
+    configuration = tiny.config(tmp_path, precision="bfloat16")
+    loaded = models.load(configuration, tokenizer=models.load_tokenizer(configuration), seed=7, kind="scalar")
+    plane = tiny.MemoryPlane()
+    engine = LocalEngine(loaded.model, loaded.files, configuration, plane, CloningStager(), seed=7)
+    ref = engine.infer(tiny.rows(plane, LENGTHS), Head(("scalar",)), {"scalar": "scalars"})
+    assert {row.dtype for row in plane.get(ref, ["scalars"])["scalars"]} == {torch.float32}  # type: ignore[union-attr]

@@ -43,6 +43,7 @@ _CROSS: dict[str, Any] = {
     },
     "generation": {"max_new_tokens": 4, "num_slots": 4},
 }
+_PPO = {key: section for key, section in _GRPO.items() if key != "grpo"}
 _DPO = {"beta": 0.5, "val_batch_size": 4}
 
 # Case -> the algorithm, and what its configuration has besides the common part; FOLDER is the project's.
@@ -99,6 +100,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 **{"teachers": [_OTHER, _TEACHERS[1]]},
                 **{"student_fraction": 0, "loss": "projection", "ce_weight": 0.5, "ce_dynamic": True, "top_k": None},
             },
+        },
+    ),
+    "ppo": ("ppo", {**_PPO, "ppo": {"num_prompts_per_step": 4}}),
+    "ppo-4-steps": (
+        "ppo",
+        {
+            **_PPO,
+            "ppo": {
+                "num_prompts_per_step": 4,
+                "num_epochs_per_step": 2,
+                "bootstrap_truncated": True,
+                "reference_policy_kl_penalty": 0.1,
+                "adaptive_kl": {"target": 0.01, "horizon": 20},
+            },
+            "policy": {"train_global_batch_size": 2},
         },
     ),
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surefoot.losses.kl import KINDS, kl_penalty, kl_values
+from surefoot.losses.kl import KINDS, adapted_coefficient, kl_penalty, kl_values
 
 LOGITS = torch.tensor([0.3, -1.2, 0.9, 0.1, -0.4], dtype=torch.float64)
 REFERENCE = torch.tensor([-0.5, 0.4, 0.2, 1.1, -0.9], dtype=torch.float64).log_softmax(0)
@@ -108,3 +108,18 @@ def test_clamped_after_exp_the_gradient_is_nan() -> None:
     value = ((-x).exp() - 1 + x).clamp(max=10.0)
     (gradient,) = torch.autograd.grad(value.sum(), x)
     assert float(value.detach()) == 10 and gradient.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (0.02, 0.5),  # on target: as it was
+        (0.021, 0.5 * (1 + 0.1 * 0.05)),  # 5 % above
+        (0.017, 0.5 * (1 - 0.1 * 0.15)),
+        (5.0, 0.5 * (1 + 0.1 * 0.2)),  # never by more than a fifth of the step
+        (0.0, 0.5 * (1 - 0.1 * 0.2)),
+        (-3.0, 0.5 * (1 - 0.1 * 0.2)),  # as k1 can be
+    ],
+)
+def test_the_adaptive_coefficient(kl: float, expected: float) -> None:
+    assert adapted_coefficient(0.5, kl, target=0.02, step=0.1) == pytest.approx(expected, rel=1e-12)

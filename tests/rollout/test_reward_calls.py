@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +25,7 @@ def rows(*completions: Any, **columns: Sequence[Any]) -> list[Scored]:
 
 def one(scored: Sequence[Scored], **section: Any) -> list[float | None]:
     """What a worker does with this section and these rows."""
-    return score(load(json.dumps(spec_of(RewardConfig(**section)))), [plain(row) for row in scored])
+    return score(load(spec_of(RewardConfig(**section))), [plain(row) for row in scored])
 
 
 def mine(name: str, scored: Sequence[Scored], **section: Any) -> list[float | None]:
@@ -190,7 +189,6 @@ def test_reasoning_gym() -> None:
 @pytest.mark.parametrize(("module", "name"), [("math_verify", "math_verify"), ("reasoning_gym", "reasoning_gym")])
 def test_a_missing_extra_is_named(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    load.cache_clear()
     with pytest.raises(ConfigError, match=r"is not installed .*: pip install 'surefoot\[math\]'"):
         one(rows("4", answer=["4"]), name=name)
 

@@ -159,6 +159,15 @@ def test_two_of_one_name() -> None:
     assert found.values == {"regex": [1.0, 0.0], "has_b": [0.0, 1.0]}
 
 
+def test_columns_are_looked_for_without_a_call() -> None:
+    with load_rewards([RewardConfig(name="exact_match"), samples.lengths]) as loaded:
+        loaded.check(rows("a", answer=["a"]))
+        with pytest.raises(RewardError, match="reward exact_match needs 'answer', and no row has such a column"):
+            loaded.check(rows("a", other=["a"]))
+    with load_rewards([RewardConfig(function=f"{SAMPLES}.misbehave", columns={"folder": "place"})]) as loaded:
+        loaded.check(rows("raise", place=["."]))  # it would raise if it were called
+
+
 def test_rows_that_are_no_json(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RewardError, match=r"reward lengths: the rows hold what is no JSON value: .*set"):
         score([samples.lengths], rows("a", other=[{1}]))

@@ -9,24 +9,25 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from surefoot.config_file import algorithm_config, parse_config
 from surefoot.data.encode import Encoder
 from surefoot.data.prepare import prepare
+from surefoot.data.rows import Prompt
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.errors import RolloutError, StaleWeights, StopRequested
 from surefoot.rollout.config import EvaluationConfig
-from surefoot.rollout.conversations import Conversations
-from surefoot.rollout.environments import Environment, Message, Step
-from surefoot.rollout.evaluation import evaluate, pass_at_k
+from surefoot.rollout.conversations import Conversations, Said
+from surefoot.rollout.evaluation import evaluate, majority_passes, pass_at_k, voted_answer
 from surefoot.rollout.rewards import RewardError, load_rewards
-from surefoot.rollout.rollouts import Rollouts
+from surefoot.rollout.rollouts import Request, Rollout, Rollouts
 from surefoot.rollout.source import RolloutSource
 from surefoot.types import BatchRef, Clock, Completion, Kit, Sampling
 from tests.helpers import tokenizers as tiny
@@ -86,6 +87,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         rewards: Sequence[Any] = (),
         rows: int = 10,
         environment: dict[str, Any] | None = None,
+        length: int = 200,
         **grpo: Any,
     ) -> Made:
         data = [{"prompt": f"q{i}", "answer": str(i)} for i in range(rows)]
@@ -97,7 +99,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 "run_dir": str(tmp_path / "run"),
                 "seed": 3,
                 "max_num_steps": 100,
-                "policy": {"model_name": "x", "train_global_batch_size": 4, "max_total_sequence_length": 200},
+                "policy": {"model_name": "x", "train_global_batch_size": 4, "max_total_sequence_length": length},
                 "data": {"train": {"path": str(path)}},
                 "generation": {"max_new_tokens": 20},
                 "rewards": [{"name": "exact_match"}],
@@ -106,10 +108,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
             },
             overrides,
         )
-        encoder = Encoder(TOKENIZER, config.data, 200)
+        encoder = Encoder(TOKENIZER, config.data, length)
         talk = None
         if environment is not None:
-            talk = Conversations(config.environment, encoder, max_tokens=200, seed=3)
+            talk = Conversations(config.environment, encoder, max_tokens=length, seed=3)
         dataset = prepare(config.data.train, config.data, TOKENIZER, 100, rows="prompts", opener=talk)
         scored = load_rewards(rewards) if rewards else None
         rollouts = Rollouts(TOKENIZER, scored, talk, seed=3, max_failures=config.max_reward_failures)
@@ -389,27 +391,8 @@ def test_a_reward_of_the_wrong_form_ends_the_run(make: Make) -> None:
 # --------------------------------------------------------------------------------------------------------- environments
 
 
-class Choosy(Environment):
-    """Fails on the row whose answer is 5, and on all if told so."""
-
-    def __init__(self, *, broken: bool = False, turns: int = 1) -> None:
-        self._broken, self._turns = broken, turns
-
-    def reset(self, row: Any) -> list[Message]:
-        self._answer, self._turn = row["answer"], 0
-        return self.opening(row)
-
-    def step(self, message: Message) -> Step:
-        if self._broken or self._answer == "5":
-            raise KeyError(f"no row {self._answer}")
-        self._turn += 1
-        if self._turn < self._turns:
-            return Step(({"role": "user", "content": "again"},), reward=0.25)
-        return Step(reward=float(message["content"] == self._answer), done=True)
-
-
 def choosy(**options: Any) -> dict[str, Any]:
-    return {"name": f"{__name__}.Choosy", "options": options}
+    return {"name": "tests.rollout.environment_samples.Choosy", "options": options}
 
 
 def test_a_rollout_that_fails_is_left_out_named_and_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -440,6 +423,34 @@ def test_too_many_failures_end_the_run(make: Make) -> None:
             source.retire(took(source), done(0))
 
 
+def hanging(tmp_path: Path) -> Callable[[str, int], str]:
+    """The first of each group calls a tool that does not come back, and answers once it is told."""
+    call = {"name": "wait", "arguments": {"seconds": 600, "folder": str(tmp_path)}}
+
+    def say(prompt: str, index: int) -> str:
+        return "answer" if index or "took longer" in prompt else f"<tool_call>{json.dumps(call)}</tool_call>"
+
+    return say
+
+
+TOOLS = {"name": "tools", "timeout_s": 1.0, "options": {"tools": ["tests.rollout.environment_samples.wait"]}}
+
+
+def test_tools_that_hang_are_counted_and_too_many_end_the_run(make: Make, tmp_path: Path) -> None:
+    options = ("generation.max_new_tokens=300", "max_reward_failures=0.02")
+    rewards = [here(lambda completions, **_: [3.0 if isinstance(c, list) else 1.0 for c in completions], "length")]
+    source, kit = make(Scripted(hanging(tmp_path)), *options, environment=TOOLS, rewards=rewards, length=900)
+    ref = took(source)
+    assert len(ref) == 4 and source.metrics["failed_turns"].value == 2.0
+    assert source.metrics["failed_rollouts"].value == 0.0
+    said: Any = kit.plane.get(ref, ["completion", "reward"])
+    assert [text.endswith("answer") for text in said["completion"]] == [True] * 4
+    assert said["reward"].tolist() == [3.0, 1.0] * 2
+    source.retire(ref, done(0))
+    with pytest.raises(RolloutError, match=r"2 of 4 rollouts failed in their environment, and 4 of the last 100.*took"):
+        took(source)
+
+
 def test_only_the_models_own_tokens_carry_loss(make: Make) -> None:
     rewards = [here(lambda completions, **_: [float(len(messages)) for messages in completions], "messages")]
     source, kit = make(Scripted(sometimes), environment=choosy(turns=3), rewards=rewards)
@@ -467,6 +478,60 @@ def test_evaluation_measures_reward_and_pass_at_k(make: Make) -> None:
     assert found["held/reward/right"] == found["reward/right"] == found["held/pass@1"] == 0.25
     assert (found["pass@2"], found["pass@4"], found["reward"]) == (0.5, 1.0, 0.0)
     assert found["truncated"] == 0.0
+    # "no" has three votes of four, and the right number one.
+    assert found["majority@4"] == found["held/majority@4"] == 0.0
+    chosen = EvaluationConfig(num_generations_per_prompt=4, pass_at_k=[3], pass_reward="right")
+    names = evaluate(kit.rollouts, {"h": kit.train_data}, chosen, nothing)
+    assert [name for name in names if name.startswith("pass")] == ["pass@3"]
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ([("4", True), ("5", False), ("4", True)], 1.0),
+        ([("5", False), ("5", False), ("4", True)], 0.0),
+        ([("4", True), ("5", False)], 0.5),  # as many votes for either
+        ([("4", True), ("4", False), ("5", False)], 0.5),  # one of the two is in the wrong form, say
+        ([("", False), ("", False), ("4", True)], 1.0),  # no answer is no vote
+        ([("", False)], 0.0),
+        ([("1", False), ("2", False), ("3", True)], 1 / 3),
+    ],
+)
+def test_the_majority_passes(votes: list[tuple[str, bool]], expected: float) -> None:
+    for order in permutations(votes):
+        assert majority_passes(order) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "vote"),
+    [
+        ("so it is 4.0", "4"),
+        ("1,200 apples", "1200"),
+        ("<answer> blue </answer> of 3", "blue"),
+        ("<answer>1</answer> no <answer>2</answer>", "2"),
+        (" perhaps\n", "perhaps"),
+        ("0.50", "0.5"),
+        ("100", "100"),
+        ("9" * 40, "9" * 40),
+        ("", ""),
+    ],
+)
+def test_what_a_completion_votes_for(text: str, vote: str) -> None:
+    said = Said(messages=[{"role": "assistant", "content": text}])
+    assert voted_answer(Rollout(Request("g", 0, Prompt("here", "q", None, None, {}), ()), said)) == vote
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations_per_prompt": 4, "pass_at_k": [1, 5]}, "pass@5 is estimated from at least 5 completions"),
+        ({"pass_at_k": [0]}, "greater than 0"),
+        ({"num_generations_per_prompt": 2, "temperature": 0}, "the same completion 2 times"),
+    ],
+)
+def test_an_evaluation_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        EvaluationConfig(**settings)
 
 
 @pytest.mark.parametrize(("n", "passed", "k"), [(5, 0, 2), (5, 2, 3), (5, 5, 1), (6, 1, 6), (4, 3, 2)])

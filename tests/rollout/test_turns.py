@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +15,12 @@ from surefoot.data.encode import Encoder
 from surefoot.data.rows import Prompt
 from surefoot.errors import ModelError
 from surefoot.rollout.conversations import Conversations, Said
-from surefoot.rollout.environments import Environment, EnvironmentConfig, Message, Step
+from surefoot.rollout.environments import EnvironmentConfig
 from surefoot.rollout.environments.arithmetic import Arithmetic
 from surefoot.rollout.environments.calculator import Calculator
 from surefoot.rollout.environments.guessing import Guessing
 from surefoot.rollout.turns import check_turns
+from surefoot.rollout.workers import CallFailed
 from surefoot.types import Completion
 from tests.helpers import tokenizers as tiny
 
@@ -127,12 +131,16 @@ def play(
     name: str, row: dict[str, Any], sample: Scripted, tokenizer: Any, *, max_turns: int = 4, max_tokens: int = 1000
 ) -> Said:
     encoder, config = encoder_of(tokenizer), EnvironmentConfig(name=name, max_turns=max_turns)
-    conversations = Conversations(config, encoder, max_tokens=max_tokens, seed=0)
+    with closing(Conversations(config, encoder, max_tokens=max_tokens, seed=0)) as conversations:
+        return said(conversations, row, sample, encoder)
+
+
+def said(conversations: Conversations, row: dict[str, Any], sample: Scripted, encoder: Encoder) -> Said:
     messages, tools = conversations.open(row)
     columns = {key: value for key, value in row.items() if key != "prompt"}
     prompt = Prompt("here", row["prompt"], messages, tools, columns)
     sample.prompt_ids = encoder.prompt_ids(messages, tools)
-    return asyncio.run(conversations.talk(prompt, sample.prompt_ids, encoder.stop_ids(), sample))
+    return asyncio.run(conversations.talk("e0_d0_g0", prompt, sample.prompt_ids, encoder.stop_ids(), sample))
 
 
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "12*34"}}</tool_call>'
@@ -185,14 +193,18 @@ def test_tokens_run_out() -> None:
     whole = Scripted(tokenizer, *texts)
     longest = play("guessing", row, whole, tokenizer)
     start = len(whole.prompt_ids)
+    encoder, config = encoder_of(tokenizer), EnvironmentConfig(name="guessing", max_turns=4)
+    conversations = Conversations(config, encoder, max_tokens=start, seed=0)
     for max_tokens in range(start + 1, start + len(longest.ids) + 1):
         sample = Scripted(tokenizer, *texts)
-        found = play("guessing", row, sample, tokenizer, max_tokens=max_tokens)
+        conversations.max_tokens = max_tokens
+        found = said(conversations, row, sample, encoder)
         assert start + len(found.ids) <= max_tokens
         assert found.ids == longest.ids[: len(found.ids)] and found.own[-1]
         assert len(found.ids) == len(found.own) == len(found.logprobs)
         assert (found.finish_reason == "stop") == (len(found.ids) == len(longest.ids))
         assert all(room == max_tokens - len(ids) > 0 for ids, _, room in sample.given)
+    conversations.close()
 
 
 def test_nothing_is_said() -> None:
@@ -203,14 +215,38 @@ def test_nothing_is_said() -> None:
     assert found.reward == 0.8
 
 
-class Broken(Environment):
-    def reset(self, row: Any) -> list[Message]:
-        return self.opening(row)
-
-    def step(self, message: Message) -> Step:
-        raise KeyError("id 5")
-
-
 def test_an_environment_that_raises_is_heard() -> None:
-    with pytest.raises(KeyError, match="id 5"):
-        play(f"{__name__}.Broken", {"prompt": "?"}, Scripted(tiny.byte_level(), "a"), tiny.byte_level())
+    with pytest.raises(CallFailed, match="KeyError: 'no row 5'"):
+        play(
+            "tests.rollout.environment_samples.Choosy",
+            {"prompt": "?", "answer": "5"},
+            Scripted(tiny.byte_level(), "a"),
+            tiny.byte_level(),
+        )
+
+
+# -------------------------------------------------------------------------------------------------- tools that hang
+
+
+def waits(seconds: float, folder: Path) -> str:
+    call = {"name": "wait", "arguments": {"seconds": seconds, "folder": str(folder)}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def test_a_tool_that_hangs_is_ended_and_the_model_is_told(tmp_path: Path) -> None:
+    """It goes on from there; what hung is not called again, neither is what came before it on the other side."""
+    tokenizer, options = tiny.byte_level(), {"tools": ["tests.rollout.environment_samples.wait"]}
+    encoder = encoder_of(tokenizer)
+    config = EnvironmentConfig(name="tools", options=options, timeout_s=2.0)
+    sample = Scripted(tokenizer, waits(0, tmp_path), waits(600, tmp_path), waits(0.25, tmp_path), "done")
+    with closing(Conversations(config, encoder, max_tokens=2000, seed=0)) as conversations:
+        found = said(conversations, {"prompt": "Wait."}, sample, encoder)
+    told = [message["content"] for message in found.messages if message["role"] == "tool"]
+    assert told[0] == "waited 0" and told[2] == "waited 0.25"
+    assert told[1].startswith("error: it took longer than") and "was ended" in told[1]
+    assert (found.failed_turns, found.finish_reason, found.messages[-1]["content"]) == (1, "stop", "done")
+    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [seconds for _, seconds in calls].count("600.0") == 1
+    own = [token for token, sampled in zip(found.ids, found.own, strict=True) if sampled]
+    assert "took longer" not in tokenizer.decode(own) and "took longer" in tokenizer.decode(found.ids)
+    assert not any(Path(f"/proc/{process}").exists() for process, _ in calls)

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from pydantic import Field
 
-from surefoot.config import PositiveInt, Section
+from surefoot.config import PositiveInt, PositiveReal, Section
 from surefoot.errors import ConfigError
 from surefoot.rollout.reward_calls import imported
 
@@ -61,6 +61,11 @@ class Environment(ABC):
     def step(self, message: Message) -> Step:
         """The reply to what the model has said: `role` "assistant" and its `content`, as it was sampled."""
 
+    def failed(self, message: Message, error: str) -> Step | None:
+        """What is said in place of `step`, which took longer than its time on this turn, or ended its process. Called
+        on another object than `step`. None: the rollout fails."""
+        return None
+
     def rows(self, num_rows: int, seed: int) -> list[dict[str, Any]]:
         """Rows to play with, a function of the seed alone; JSON values.
 
@@ -94,11 +99,13 @@ class EnvironmentConfig(Section):
     Attributes:
         name: a file of `surefoot/rollout/environments`, or the dotted path of a class of your own.
         max_turns: turns of the model in one rollout.
+        timeout_s: of one call of the environment, with the tools that it uses. It is ended for good.
         options: keyword arguments of the class.
     """
 
     name: str
     max_turns: PositiveInt = 8
+    timeout_s: PositiveReal = 30.0
     options: dict[str, Any] = Field(default={})
 
 
@@ -108,11 +115,21 @@ def environment_names() -> list[str]:
 
 
 def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """What makes an environment for each rollout.
+    """What makes an environment for each rollout, once that is seen to work and its tools can be described.
 
     Raises:
         ConfigError: there is no such class, or it does not take these options.
     """
+    make = environment_maker(config)
+    try:
+        _ = make().tool_schemas
+    except (TypeError, ValueError, ConfigError) as error:
+        raise ConfigError(f"environment {config.name}: {error}") from None
+    return make
+
+
+def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
+    """As `load_environment`, and makes none yet."""
     found = _environment_class(config.name)
     takes = list(inspect.signature(found).parameters)
     for option in config.options:
@@ -120,12 +137,7 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
             close = difflib.get_close_matches(option, takes, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(takes) or 'none'}"
             raise ConfigError(f"environment.options.{option}: {config.name} has no such option{hint}")
-    make = functools.partial(found, **config.options)
-    try:
-        _ = make().tool_schemas
-    except (TypeError, ValueError, ConfigError) as error:
-        raise ConfigError(f"environment {config.name}: {error}") from None
-    return make
+    return functools.partial(found, **config.options)
 
 
 def _environment_class(name: str) -> type[Environment]:

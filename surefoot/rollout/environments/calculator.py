@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import operator
+from dataclasses import replace
 from typing import Any
 
-from surefoot.rollout.environments import Message, Row
+from surefoot.rollout.environments import Message, Row, Step
 from surefoot.rollout.environments.arithmetic import Arithmetic
 from surefoot.rollout.environments.tools import Tools
 from surefoot.rollout.reward_functions import last_number
@@ -50,7 +51,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 class Calculator(Tools):
-    """Reward 1 where the last number of the final answer is the right one.
+    """Reward 1 where the last number of the final answer is the right one; 0 as long as there is no answer.
 
     Args:
         operators, num_terms, num_digits: of the questions, as in `arithmetic`.
@@ -74,6 +75,10 @@ class Calculator(Tools):
     def reset(self, row: Row) -> list[Message]:
         self._answer = last_number(str(row["answer"]))
         return super().reset(row)
+
+    def step(self, message: Message) -> Step:
+        step = super().step(message)
+        return step if step.done else replace(step, reward=0.0)
 
     def judge(self, answer: str) -> float:
         return float(last_number(answer) == self._answer)

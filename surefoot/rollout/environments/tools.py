@@ -65,7 +65,7 @@ def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:
 class Tools(Environment):
     """The model calls tools until a turn has no call in it: that one is its answer, for reward functions to judge.
 
-    Tools run in this process and must come back by themselves.
+    A turn whose tools take longer than the environment's time is told so in their place.
 
     Args:
         tools: functions, or their dotted paths.
@@ -94,6 +94,12 @@ class Tools(Environment):
         if not calls:
             return Step(reward=self.judge(message["content"]), done=True)
         return Step(tuple(map(self._result, calls)))
+
+    def failed(self, message: Message, error: str) -> Step | None:
+        calls = parse_tool_calls(message["content"], *self._marks)
+        names = [call.name if isinstance(call, ToolCall) else "unknown" for call in calls]
+        told = tuple({"role": "tool", "name": name, "content": f"error: {error}"} for name in names)
+        return Step(told) if told else None
 
     def judge(self, answer: str) -> float | None:
         """The reward of the last turn."""

@@ -129,7 +129,7 @@ def test_closing_ends_a_call_in_flight(tmp_path: Path) -> None:
 CHILD = """
 import asyncio, sys
 from pathlib import Path
-from tests.rollout.test_reward_workers import MISBEHAVE, rows
+from tests.rollout.test_workers import MISBEHAVE, rows
 from surefoot.rollout.rewards import RewardConfig, load_rewards
 
 with load_rewards([RewardConfig(function=MISBEHAVE, timeout_s=600.0)]) as rewards:

@@ -6,12 +6,15 @@ that the runner has left behind, orphans included (on Linux it is their reaper).
 socket, whether it sleeps, loops in C or has forked, and nothing outlives this process, even if that is killed.
 
 Requests and answers are lines of JSON: nothing is unpickled, and what a function prints goes to standard error. Workers
-start as fresh interpreters with the parent's import path; `__main__` is not run again.
+start as fresh interpreters with the parent's import path; `__main__` is not run again. What is called a request says by
+its `spec`: the name of a module of this folder, and what that module's `calls` makes a function of.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib
 import json
 import os
 import select
@@ -22,19 +25,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from surefoot.errors import ConfigError, SurefootError
-from surefoot.rollout.reward_calls import RewardError, Row, Values, load, score
+from surefoot.rollout.reward_calls import RewardError
 
 LOAD_TIMEOUT_S = 120.0  # for importing what a function needs
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from surefoot.rollout.reward_workers import main; main(int(sys.argv[1]))"
+    "from surefoot.rollout.workers import main; main(int(sys.argv[1]))"
 )
 
 
@@ -65,19 +68,21 @@ class Workers:
         self._all: set[_Worker] = set()
         self._closed = False
 
-    def score(self, spec: str, rows: Sequence[Row], timeout_s: float) -> Values:
-        """Call the function of `reward_calls.load(spec)`; without rows, only load it, which takes as long as it takes.
+    def call(self, spec: str, given: Any, timeout_s: float) -> Any:
+        """Call the function that `spec` stands for; with `None`, only load it, which takes as long as it takes.
+
+        Args:
+            spec, given: JSON; a JSON value.
 
         Raises:
-            SurefootError: the function cannot be had, or what it returned is no reward.
+            ConfigError, RewardError: the function cannot be had, or what it returned is no reward.
             CallFailed: it raised, took longer than its time, or ended its process.
-            TypeError: the rows hold what is no JSON value.
+            TypeError: `given` is no JSON value.
         """
         worker = self._take()
         try:
             worker.load(spec)
-            values: Values = worker.call(spec, rows, timeout_s) if rows else []
-            return values
+            return None if given is None else worker.call(spec, given, timeout_s)
         finally:
             self._put(worker)
 
@@ -122,11 +127,11 @@ class _Worker:
 
     def load(self, spec: str) -> None:
         if spec not in self._loaded:
-            self.call(spec, [], LOAD_TIMEOUT_S)
+            self.call(spec, None, LOAD_TIMEOUT_S)
             self._loaded.add(spec)
 
-    def call(self, spec: str, rows: Sequence[Row], timeout_s: float) -> Any:
-        line = json.dumps([spec, rows]).encode() + b"\n"
+    def call(self, spec: str, given: Any, timeout_s: float) -> Any:
+        line = json.dumps([spec, given]).encode() + b"\n"
         try:
             answer = json.loads(self._exchange(line, timeout_s))
         except TimeoutError:
@@ -249,13 +254,20 @@ def _run(end: int) -> None:
 
 
 def _answer(line: bytes) -> bytes:
-    spec, rows = json.loads(line)
+    spec, given = json.loads(line)
     try:
-        function = load(spec)
-        return json.dumps({"value": score(function, rows) if rows else None}).encode() + b"\n"
+        call = _loaded(spec)
+        return json.dumps({"value": None if given is None else call(given)}).encode() + b"\n"
     except BaseException as error:  # SystemExit as well: it is the function's, not ours
         answer = {"kind": type(error).__name__, "message": str(error), "expected": isinstance(error, SurefootError)}
         return json.dumps({**answer, "traceback": traceback.format_exc()}).encode() + b"\n"
+
+
+@functools.cache
+def _loaded(spec: str) -> Callable[[Any], Any]:
+    module, values = json.loads(spec)
+    call: Callable[[Any], Any] = importlib.import_module(f"surefoot.rollout.{module}").calls(values)
+    return call
 
 
 def _be_ordinary() -> None:

@@ -1,0 +1,63 @@
+"""Environments and tools that worker processes import by name: nothing heavy here."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from surefoot.rollout.environments import Environment, Message, Step
+
+
+class Choosy(Environment):
+    """Fails on the row whose answer is 5, and on all if told so."""
+
+    def __init__(self, *, broken: bool = False, turns: int = 1) -> None:
+        self._broken, self._turns = broken, turns
+
+    def reset(self, row: Any) -> list[Message]:
+        self._answer, self._turn = row["answer"], 0
+        return self.opening(row)
+
+    def step(self, message: Message) -> Step:
+        if self._broken or self._answer == "5":
+            raise KeyError(f"no row {self._answer}")
+        self._turn += 1
+        if self._turn < self._turns:
+            return Step(({"role": "user", "content": "again"},), reward=0.25)
+        return Step(reward=float(message["content"] == self._answer), done=True)
+
+
+class Told(Environment):
+    """Counts its turns, says which process it is in, and does what it is told: hang, crash, or give a reward of NaN."""
+
+    def reset(self, row: Any) -> list[Message]:
+        self._said: list[str] = []
+        if row.get("hangs"):
+            time.sleep(600)
+        return self.opening(row)
+
+    def step(self, message: Message) -> Step:
+        self._said.append(message["content"])
+        if message["content"] == "hang":
+            while True:
+                pass
+        if message["content"] == "crash":
+            os.abort()
+        if message["content"] == "nan":
+            return Step(reward=float("nan"))
+        return Step(({"role": "user", "content": f"{os.getpid()} {' '.join(self._said)}"},), reward=0.5)
+
+
+def wait(seconds: float, folder: str) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+        folder: Where to note it.
+    """
+    with (Path(folder) / "calls").open("a") as file:
+        file.write(f"{os.getpid()} {seconds}\n")
+    time.sleep(seconds)
+    return f"waited {seconds:g}"
