@@ -191,6 +191,8 @@ def _tokenizer(config: RunConfig, point: ResumePoint, policy: EngineSpec) -> Any
     if point.reader is None:
         models.check_folder(config.policy, policy.kind)
         return models.load_tokenizer(config.policy)
+    if config.policy.lora is not None:
+        models.check_base(config.policy)
     return models.load_tokenizer_from_checkpoint(point.reader.under("policy"))
 
 

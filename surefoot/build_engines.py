@@ -19,6 +19,7 @@ from surefoot.engine.frozen import require_same_frozen
 from surefoot.engine.local import LocalEngine
 from surefoot.engine.models import LoadedModel
 from surefoot.engine.precomputed import Precomputed, Rows
+from surefoot.errors import ResumeRefused
 from surefoot.types import Cache, DataPlane, Engine, EngineSpec
 
 
@@ -42,9 +43,14 @@ class EngineBuilder:
     tokenizers: dict[str, Any] = field(default_factory=dict)
 
     def check_folders(self) -> None:
-        """What the small files of further models tell. Raises `ModelError`, also for another tokenizer where it must be
-        the policy's."""
+        """What the small files of further models and of the checkpoint tell.
+
+        Raises:
+            ModelError: a model cannot be read, or has another tokenizer where it must be the policy's.
+            ResumeRefused: a model that is not trained was saved in another way than it would go on.
+        """
         for name, spec in self.specs.items():
+            self._require_saved_alike(name, spec)
             own_section = spec.section != "policy" and self.point.reader is None
             if spec.model is not None or own_section:
                 section = self._section(spec)
@@ -55,6 +61,19 @@ class EngineBuilder:
                 elif section.model_name not in (None, self.config.policy.model_name):
                     models.require_same_tokenizer(self.tokenizer, models.load_tokenizer(own), str(own.model_name))
 
+    def _require_saved_alike(self, name: str, spec: EngineSpec) -> None:
+        if self.point.reader is None or spec.trained:
+            return
+        files = self.point.reader.under(name).files()
+        needed = "weights/config.json" if spec.synced else "frozen.json"
+        if needed not in files:
+            wanted = "follows another model, so its weights are needed" if spec.synced else "stays as it is"
+            held = "its fingerprint alone" if "frozen.json" in files else "its weights" if files else "nothing of it"
+            raise ResumeRefused(
+                f"in this run the {name} {wanted}; the checkpoint holds {held}, for in its run that was otherwise. Put "
+                "the old setting back, or start a new run with the checkpoint's policy/weights as model_name"
+            )
+
     def load(self) -> dict[str, LoadedModel]:
         """The models of the trained engines."""
         return {name: self._load(name, spec) for name, spec in self.specs.items() if spec.trained}
@@ -64,10 +83,18 @@ class EngineBuilder:
 
         Args:
             optimizer_steps: of each trained engine in the whole run, where that is known.
+
+        Raises:
+            ModelError: a model that is to follow another one has other weights than that, by names and shapes.
         """
         for name, model in loaded.items():
             self.local[name] = self._engine(model, self.specs[name], optimizer_steps.get(name))
-        return {name: self.local.get(name) or self._frozen(name, spec) for name, spec in self.specs.items()}
+        engines = {name: self.local.get(name) or self._frozen(name, spec) for name, spec in self.specs.items()}
+        for name, spec in self.specs.items():
+            if spec.synced:
+                followed = engines[spec.base_of].weights()
+                models.require_same_shapes(engines[name].weights(), followed, f"the model of {name}", spec.base_of)
+        return engines
 
     def fill(
         self,

@@ -133,12 +133,15 @@ def export(
     dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; default: as saved."),
     part: str = typer.Option("policy", help="Whose weights."),
     merge: bool = typer.Option(False, "--merge", help="Add the adapter to its base and write the whole model."),
+    base: str | None = typer.Option(None, help="With --merge: where the base is now, if it has moved."),
 ) -> None:
     """Copy the weights, proven, to a plain Hugging Face folder, in another dtype if asked."""
     from surefoot.checkpoint.export import export_merged, export_weights
 
+    if base is not None and not merge:
+        raise typer.BadParameter("--base: only --merge reads the base")
     if merge:
-        done = export_merged(checkpoint, target, lambda reader: _merged(reader, part), dtype)
+        done = export_merged(checkpoint, target, lambda reader: _merged(reader, part, base), dtype)
     else:
         done = export_weights(checkpoint, target, dtype, part)
     typer.echo(f"exported to {done}")
@@ -147,8 +150,9 @@ def export(
 # ------------------------------------------------------------------------------------------------------------ helpers
 
 
-def _merged(checkpoint: LocalReader, part: str) -> tuple[Mapping[str, bytes], Mapping[str, Tensor]]:
+def _merged(checkpoint: LocalReader, part: str, base: str | None) -> tuple[Mapping[str, bytes], Mapping[str, Tensor]]:
     """The small files and the weights of the part's base with its adapter added."""
+    from surefoot.cli.found_model import on_base
     from surefoot.config import EngineConfig
     from surefoot.config_file import load_config
     from surefoot.engine import models
@@ -165,7 +169,7 @@ def _merged(checkpoint: LocalReader, part: str) -> tuple[Mapping[str, bytes], Ma
     is_scalar = reader.json("weights/adapter_config.json")["task_type"] == "SEQ_CLS"
     loaded = models.load_from_checkpoint(
         reader,
-        section,
+        on_base(section, base),
         models.load_tokenizer_from_checkpoint(reader),
         seed=config.seed,
         kind="scalar" if is_scalar else "causal_lm",

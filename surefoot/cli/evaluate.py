@@ -12,6 +12,7 @@ import typer
 def evaluate(
     model: Path = typer.Argument(help="A checkpoint step_N, or a model's folder."),
     task: str = typer.Argument(help="A file of prompts, an environment that makes rows, or a task of reasoning-gym."),
+    base: str | None = typer.Option(None, help="Where the base of the checkpoint's adapter is now, if it has moved."),
     samples: int | None = typer.Option(None, min=1, help="Completions of each prompt; default: the run's, else 1."),
     k: list[int] = typer.Option([], "--k", min=1, help="Estimate pass@k for this k; may be given several times."),
     greedy: bool = typer.Option(False, "--greedy", help="The likeliest completion of each prompt."),
@@ -59,7 +60,7 @@ def evaluate(
         "generation": given(max_new_tokens=max_new_tokens, top_p=top_p),
         "evaluation": drawn | judging | given(temperature=temperature),
     }
-    policy = given(max_total_sequence_length=max_length, precision=precision, device=device)
+    policy = given(model_name=base, max_total_sequence_length=max_length, precision=precision, device=device)
     source = evaluation_run.source_of(task, columns, split, max_rows, skip_bad_rows)
     found = evaluation_run.evaluate(model, source, (policy, rows), asked, reward, seed, chat_template)
     if out is not None:

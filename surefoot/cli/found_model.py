@@ -74,7 +74,8 @@ def find(model: Path, source: DatasetConfig, policy: dict[str, Any], data: dict[
     """The model in a checkpoint, its hashes checked, or in a plain folder.
 
     Args:
-        policy, data: what is asked for in these sections, whatever a checkpoint's run says.
+        policy, data: what is asked for in these sections, whatever a checkpoint's run says; `model_name` is where the
+            base of a checkpoint's adapter is now.
 
     Raises:
         ModelError: there is none of this kind.
@@ -90,17 +91,41 @@ def find(model: Path, source: DatasetConfig, policy: dict[str, Any], data: dict[
 def _in_checkpoint(path: Path, data: dict[str, Any], policy: dict[str, Any], kind: Kind) -> FoundModel:
     reader = open_verified(path)
     run = load_config(reader.local("config.yaml"))
-    part, section = reader.under("policy"), run.policy.model_copy(update=policy)
+    update = {key: value for key, value in policy.items() if key != "model_name"}
+    part, section = reader.under("policy"), run.policy.model_copy(update=update)
     if "weights/adapter_config.json" in part.files():
         task = part.json("weights/adapter_config.json").get("task_type")
         _require(task == _TASKS[kind], path, kind, f"an adapter of {_NAMES[kind]}", f"an adapter for {task}")
+        section = on_base(section, policy.get("model_name"))
+        models.check_base(section)
     else:
+        _refuse_base(path, policy)
         longest, asked = _require_kind(path, part.local("weights"), kind), section.max_total_sequence_length
         if asked > longest:
             raise ModelError(
                 f"max_total_sequence_length is {asked}, but {path} reads at most {longest} tokens: lower it"
             )
     return FoundModel(kind, section, run.data.model_copy(update=data), run, part)
+
+
+def on_base(section: EngineConfig, base: str | None) -> EngineConfig:
+    """The section of an adapter's model, whose base is now elsewhere, or still where it says.
+
+    Raises:
+        ModelError: there is no folder of a base, for its weights were drawn.
+    """
+    if base is None:
+        return section
+    if section.model_init is not None:
+        raise ModelError(
+            "--base: the base of this adapter is no folder, the run drew it from its seed: leave out --base"
+        )
+    return section.model_copy(update={"model_name": base})
+
+
+def _refuse_base(path: Path, policy: dict[str, Any]) -> None:
+    if "model_name" in policy:
+        raise ModelError(f"--base: {path} holds a whole model, which needs no base: leave out --base")
 
 
 def _in_folder(path: Path, data: dict[str, Any], policy: dict[str, Any], kind: Kind) -> FoundModel:
@@ -113,6 +138,7 @@ def _in_folder(path: Path, data: dict[str, Any], policy: dict[str, Any], kind: K
         steps = sorted([*path.glob("step_*/manifest.json"), *path.glob("checkpoints/step_*/manifest.json")])
         hint = f"; it holds checkpoints, such as {steps[0].parent}" if steps else ""
         raise ModelError(f"{path} has no config.json: expected {_NAMES[kind]}'s folder, or a checkpoint step_N{hint}")
+    _refuse_base(path, policy)
     section = EngineConfig(model_name=str(path), **{"max_total_sequence_length": 1, **policy})
     models.check_folder(section, kind)
     longest = _require_kind(path, path, kind)

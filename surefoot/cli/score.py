@@ -24,6 +24,7 @@ _SIDES = ("chosen", "rejected")
 def score(
     model: Path = typer.Argument(help="A reward model's folder, or a checkpoint step_N of one."),
     file: str = typer.Argument(help="A .jsonl, .json or .parquet file, a folder `datasets` saved, or a hub name."),
+    base: str | None = typer.Option(None, help="Where the base of the checkpoint's adapter is now, if it has moved."),
     out: Path | None = typer.Option(None, help="Write one JSON line per row, or pair, with its scores."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Let --out replace a file."),
     pairs: bool | None = typer.Option(
@@ -66,7 +67,7 @@ def score(
         on_bad_row="skip" if skip_bad_rows else "error",
     )
     data = given(ranking=ranking, prompt_format=prompt_format, system_prompt=system_prompt, fold_system=fold_system)
-    policy = given(max_total_sequence_length=max_length, precision=precision)
+    policy = given(model_name=base, max_total_sequence_length=max_length, precision=precision)
     policy |= {"device": device, "train_micro_batch_size": batch_size, "train_global_batch_size": batch_size}
     dataset, scores = score_file(model, source, policy, data, chat_template, pairs)
     summary = {"model": str(model), "file": file, **summarize(dataset, scores)}

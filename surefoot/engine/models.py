@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import xxhash
 from huggingface_hub import snapshot_download
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -43,7 +43,7 @@ from surefoot.engine.folder import (
 )
 from surefoot.engine.frozen import require_same_base
 from surefoot.engine.optimizer import copy_exactly
-from surefoot.errors import ModelError
+from surefoot.errors import ModelError, ResumeRefused
 from surefoot.seeds import derive_seed
 from surefoot.types import Reader
 
@@ -74,11 +74,14 @@ class LoadedModel:
     adapter: Any = None
 
 
-def load(config: EngineConfig, *, tokenizer: Any, seed: int, kind: Kind = "causal_lm") -> LoadedModel:
+def load(
+    config: EngineConfig, *, tokenizer: Any, seed: int, kind: Kind = "causal_lm", restored: bool = False
+) -> LoadedModel:
     """Load what the configuration names, or draw random weights from the seed.
 
     Args:
         tokenizer: from `load_tokenizer`.
+        restored: what was trained will be put in from a checkpoint, a score head among it.
 
     Raises:
         ModelError: something cannot be found or loaded, or model, tokenizer and lengths do not fit.
@@ -90,7 +93,7 @@ def load(config: EngineConfig, *, tokenizer: Any, seed: int, kind: Kind = "causa
         assert config.model_name is not None
         folder = _resolve(config.model_name, "policy.model_name")
         generation = read_generation_config(folder)
-        model, source = _pretrained(folder, tokenizer, seed, kind), config.model_name
+        model, source = _pretrained(folder, tokenizer, seed, kind, restored), config.model_name
         named = Path(config.model_name).expanduser()
         base = str(named.absolute()) if named.is_dir() else config.model_name
     _require_finite(model, source)
@@ -135,10 +138,12 @@ def load_from_checkpoint(
     Raises:
         ModelError: the folder cannot be read as a model, or does not fit the configuration.
         CheckpointError: the weights do not fit the model that the folder describes.
-        ResumeRefused: the adapter was trained on another base.
+        ResumeRefused: the adapter was trained on another base, or only one of checkpoint and configuration has one.
     """
+    _require_adapter_in_both(reader, config)
     if config.lora is not None:
-        loaded = load(config, tokenizer=tokenizer, seed=seed, kind=kind)
+        check_base(config)
+        loaded = load(config, tokenizer=tokenizer, seed=seed, kind=kind, restored=True)
         require_same_base(reader, fingerprint(lora.base_weights(loaded.model)))
         file = f"weights/{lora.ADAPTER_WEIGHTS}"
         copy_exactly(reader.tensors(file), lora.adapter_weights(loaded.model), file)
@@ -155,6 +160,20 @@ def load_from_checkpoint(
     copy_exactly(reader.tensors(f"weights/{WEIGHTS_FILE}"), weights_by_name(model), f"weights/{WEIGHTS_FILE}")
     check_fits(model, tokenizer, config.max_total_sequence_length, "the checkpoint")
     return LoadedModel(model, tokenizer, files, "the checkpoint", files)
+
+
+def _require_adapter_in_both(reader: Reader, config: EngineConfig) -> None:
+    saved = f"weights/{lora.ADAPTER_CONFIG}" in reader.files()
+    if saved and config.lora is None:
+        raise ResumeRefused(
+            "the checkpoint holds an adapter, and the configuration has no lora section. To train all weights, merge "
+            "it (surefoot ckpt export step_N FOLDER --merge) and start a new run with FOLDER as model_name"
+        )
+    if config.lora is not None and not saved:
+        raise ResumeRefused(
+            "the checkpoint holds a whole model, and the configuration has a lora section. To train an adapter on "
+            "these weights, start a new run with the checkpoint's policy/weights as model_name"
+        )
 
 
 def load_tokenizer_from_checkpoint(reader: Reader) -> Any:
@@ -221,6 +240,19 @@ def check_folder(config: EngineConfig, kind: Kind = "causal_lm", key: str = "pol
         _check_length(hf_config, config.max_total_sequence_length, config.model_name)
 
 
+def check_base(config: EngineConfig) -> None:
+    """Raises `ModelError`, saying how to name its new place, when the base beneath a saved adapter is not there."""
+    if config.model_name is None:
+        return
+    try:
+        _resolve(config.model_name, "policy.model_name")
+    except ModelError as error:
+        raise ModelError(
+            f"{error}. It is the base that the adapter was trained on: put it back; or if it has moved, say where it "
+            "is now, to surefoot resume by policy.model_name=FOLDER --allow policy.model_name, else by --base FOLDER"
+        ) from error
+
+
 def weights_fingerprint(config: EngineConfig) -> str | None:
     """Of the files that `load` would take the weights from, bit by bit, without loading them; `None` where they are
     drawn. Raises `ModelError` when there is no such folder."""
@@ -251,6 +283,19 @@ def require_same_tokenizer(policy: Any, other: Any, name: str) -> None:
 def has_same_tokenizer(policy: Any, other: Any) -> bool:
     """Whether each token has one id in both, and the special ones are the same."""
     return _ids_by_name(policy) == _ids_by_name(other)
+
+
+def require_same_shapes(weights: Mapping[str, Tensor], others: Mapping[str, Tensor], name: str, other: str) -> None:
+    """Raises `ModelError`, naming the first differences, when one model's weights cannot be mixed into another's."""
+    ours, theirs = ({n: tuple(t.shape) for n, t in each.items()} for each in (weights, others))
+    differing = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+    if differing:
+        shown = "; ".join(f"{n}: {ours.get(n, 'absent')}, not {theirs.get(n, 'absent')}" for n in differing[:3])
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ModelError(
+            f"{name} is to follow {other}, so its weights must have the same names and shapes; {shown}{more}. Take a "
+            "model of the same architecture and size, or let it stay as it is"
+        )
 
 
 def _ids_by_name(tokenizer: Any) -> dict[str, Any]:
@@ -304,9 +349,11 @@ def _loading(what: str) -> Iterator[None]:
     table of missing and unexpected tensors: callers say or refuse what is in it."""
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
-    tables = logging.getLogger("transformers.modeling_utils")
-    level = tables.level
-    tables.setLevel(logging.ERROR)
+    # Where the first is told to be quiet, the second lists all layers that several processes would not share.
+    silent = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "distributed.tensor_parallel")]
+    levels = [each.level for each in silent]
+    for each in silent:
+        each.setLevel(logging.ERROR)
     try:
         yield
     except ModelError:
@@ -315,7 +362,8 @@ def _loading(what: str) -> Iterator[None]:
         reason = "it needs Python code of its own, and none is ever run" if "trust_remote_code" in str(error) else error
         raise ModelError(f"{what} cannot be loaded: {reason}") from error
     finally:
-        tables.setLevel(level)
+        for each, level in zip(silent, levels, strict=True):
+            each.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
 
@@ -358,7 +406,7 @@ def _trainable_config(folder: Path, kind: Kind) -> Any:
     return hf_config
 
 
-def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind) -> Any:
+def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind, restored: bool) -> Any:
     hf_config = _trainable_config(folder, kind)
     with _loading(f"the model in {folder}"), _drawn_from(seed):
         if kind == "scalar":
@@ -373,7 +421,8 @@ def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind) -> Any:
         )
     missing = sorted(report["missing_keys"])
     if kind == "scalar" and missing == ["score.weight"]:
-        logger.info("%s has no score head: a new one is drawn from the run's seed", folder)
+        if not restored:
+            logger.info("%s has no score head: a new one is drawn from the run's seed", folder)
     elif missing:
         raise ModelError(
             f"the weights in {folder} lack {len(missing)} tensors that {type(model).__name__} needs and "

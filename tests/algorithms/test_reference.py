@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surefoot import loop
 from surefoot.engine import models, precomputed
@@ -463,6 +463,42 @@ def test_a_synced_reference_resumes_exactly(file: Path, base: Path, stop_at: int
     loop.train(runs.resumed(again, "max_num_steps=6"))
     assert "reference/weights/model.safetensors" in outcome(again)[0]
     assert outcome(again) == outcome(file.parent / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"intermediate_size": 40}, r"down_proj\.weight: \(\d+, 40\), not \(\d+, \d+\)"),
+        ({"tie_word_embeddings": False}, r"lm_head\.weight: \(\d+, \d+\), not absent"),
+    ],
+)
+def test_a_model_of_other_shapes_cannot_follow(file: Path, base: Path, change: dict[str, Any], message: str) -> None:
+    config = AutoConfig.from_pretrained(base)
+    config.update({"tie_word_embeddings": True, **change})
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    settings = (f"dpo.reference_model={base}", "policy.model_init.tie_word_embeddings=true")
+    with pytest.raises(ModelError, match=f"the model of reference is to follow policy.*{message}"):
+        runs.started(file, *settings, "dpo.sync_reference={period: 2}")
+    assert not (file.parent / "run").exists()
+    loop.train(runs.started(file, *settings, "max_num_steps=1"))  # one that stays as it is may have any
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("dpo.reference=none", "dpo.reference=frozen", "reference stays as it is; the checkpoint holds nothing of it"),
+        ("dpo.reference=none", "dpo.reference=precomputed", "the checkpoint holds nothing of it"),
+        ("dpo.reference=frozen", "dpo.sync_reference={period: 2}", "follows .*; the checkpoint holds its fingerprint"),
+        ("dpo.sync_reference={period: 2}", "dpo.sync_reference=null", "the checkpoint holds its weights"),
+    ],
+)
+def test_another_kind_of_reference_is_refused_whatever_is_allowed(
+    file: Path, before: str, after: str, message: str
+) -> None:
+    runs.trained(file, before, "max_num_steps=2")
+    changes = {"dpo.reference", "dpo.sync_reference.period", "dpo.sync_reference.mixup", "algorithm"}
+    with pytest.raises(ResumeRefused, match=message):
+        runs.resumed(file.parent / "run", after, allow=frozenset(changes))
 
 
 def test_a_checkpoint_without_optimizer_holds_the_synced_reference(file: Path) -> None:

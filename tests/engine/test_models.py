@@ -254,6 +254,19 @@ def test_a_score_head_is_drawn_from_the_seed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- tokenizers
 
 
+def test_a_sound_model_loads_without_a_word(tmp_path: Path) -> None:
+    """Transformers' own messages go to the terminal, not to the run's log."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        load(from_folder(tiny.base_folder(tmp_path / "base")))
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert said == []
+
+
 def test_no_pad_token_is_settled_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     tokenizer = gpt2_like()
