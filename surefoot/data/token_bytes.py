@@ -141,7 +141,7 @@ def _decoders(decoder: Any) -> set[str]:
 def _decoded(backend: Tokenizer, pieces: dict[str, int]) -> list[str]:
     """What each piece adds to a text that has begun: decoded behind another piece, of letters, whose text is taken off
     again."""
-    before = next((i for piece, i in pieces.items() if piece.isascii() and piece.isalpha()), None)
+    before = min((i for piece, i in pieces.items() if piece.isascii() and piece.isalpha()), default=None)
     if before is None:
         return [backend.decode([i], skip_special_tokens=False) for i in pieces.values()]
     begun = backend.decode([before], skip_special_tokens=False)
