@@ -127,11 +127,12 @@ def test_closing_ends_a_call_in_flight(tmp_path: Path) -> None:
 
 
 CHILD = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from tests.rollout.test_workers import MISBEHAVE, rows
 from surefoot.rollout.rewards import RewardConfig, load_rewards
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 with load_rewards([RewardConfig(function=MISBEHAVE, timeout_s=600.0)]) as rewards:
     asyncio.run(rewards.score(rows(Path(sys.argv[1]), "fork and hang")))
 """
