@@ -21,6 +21,8 @@ from surefoot.types import Head
 # A chunk holds this many tokens, and more where the vocabulary is small: 2**23 logits are 32 MiB in float32.
 CHUNK_TOKENS = 256
 CHUNK_LOGITS = 2**23
+# A head's function keeps some dozen arrays of a chunk's size: its chunks are so many times smaller.
+FUNCTION_CUT = 4
 # Up to this many logits (128 MiB) are kept: making them again would cost a third of the head's time to save little.
 KEPT_LOGITS = 2**25
 _TOKEN_OUTPUTS = {"logprobs", "entropy", "log_sum_sq_probs", "topk", "logits", "hidden"}
@@ -138,6 +140,7 @@ def token_outputs(
     """
     vocabulary = hidden.shape[-1] if lm_head is None else lm_head.out_features
     size = max(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
+    size = size if head.function is None else max(size // FUNCTION_CUT, 1)
     tokens = _Tokens(targets, columns or {})
     made = {"hidden": hidden} if "hidden" in head.outputs else {}
     if set(head.names) <= made.keys():
@@ -145,8 +148,7 @@ def token_outputs(
     if lm_head is None:
         parts = [_outputs(hidden[chunk], tokens.part(chunk), head, num_ids) for chunk in _chunks(len(targets), size)]
         return made | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    # A function keeps several arrays of the logits' size, so for one they are always made again.
-    kept = size if head.function is not None else max(size, KEPT_LOGITS // vocabulary)
+    kept = max(size, KEPT_LOGITS // vocabulary) if head.function is None else size
     if len(targets) <= kept or "logits" in head.outputs:
         return made | _outputs(lm_head(hidden), tokens, head, num_ids)
     values = _Chunked.apply(hidden, lm_head.weight, lm_head.bias, tokens, head, num_ids, size)  # type: ignore[no-untyped-call]
