@@ -32,6 +32,8 @@ torture: $(READY)
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engine.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/distillation.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/alignment.py
 
 size:
 	@$(PYTHON) tools/size.py

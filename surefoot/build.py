@@ -142,7 +142,7 @@ def _assembled(
     build_rollouts.check_columns(rollouts, (train_data, *validation_data.values()))
     timeline, completions = Timeline(time.perf_counter), Completions(Path(config.run_dir) / "completions")
     data = (tokenizer, train_data, validation_data)
-    kit = Kit(config, *data, engines, plane, rollouts, timeline.phase, completions.write)
+    kit = Kit(config, *data, engines, plane, rollouts, timeline.phase, completions.write, builder.tokenizers)
     source = algorithm.source(kit)
     total_steps = _total_steps(config, source)
     loaded = builder.load()
@@ -152,6 +152,8 @@ def _assembled(
     generators = build_rollouts.generators(rollouts, config, loaded["policy"])
     known = () if total_steps is None else ((name, algorithm.optimizer_steps(name, total_steps)) for name in loaded)
     engines |= builder.build(loaded, dict(known))
+    lent = {name: builder.local[name].model for name, spec in specs.items() if spec.samples}
+    build_rollouts.lend(rollouts, config, tokenizer, lent)
     if config.checkpointing.enabled:
         num_bytes = sum(engine.state_bytes for engine in builder.local.values())
         manager.check_space(num_bytes, manager.policy.num_saves(total_steps) if total_steps else None)
@@ -163,16 +165,8 @@ def _assembled(
             builder.fill(engines, (train_data, *validation_data.values()), manager.fingerprints, progress)
     _write_config(config)
     stop = _stop(config)
-    run = Run(
-        algorithm,
-        kit,
-        source,
-        LocalSync(generators, build_rollouts.checksum(config)),
-        manager,
-        report,
-        stop,
-        _limits(config),
-    )
+    sync = LocalSync(generators, build_rollouts.checksum(config))
+    run = Run(algorithm, kit, source, sync, manager, report, stop, _limits(config))
     _restore(run, point, report)
     listeners.extend((report.save_event, stop.on_save))
     return run
@@ -329,6 +323,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     section = section_name(config.algorithm)
     places = [key for key in algorithm_config(config).places if values[section][key] is not None]
     values[section] |= {key: full(values[section][key]) for key in places}
+    if "teachers" in values[section]:
+        values[section]["teachers"] = [absolute(teacher, "model") for teacher in values[section]["teachers"]]
     if "rewards" in values:
         values["rewards"] = [absolute(reward, "model") for reward in values["rewards"]]
     data, checkpointing = values["data"], values["checkpointing"]

@@ -11,6 +11,7 @@ from typing import Any
 
 from surefoot.checkpoint import Arena, Fingerprint, ResumePoint, TensorCache, cache_home
 from surefoot.config import EngineConfig, RunConfig, TokenizerConfig
+from surefoot.data.encode import num_ids
 from surefoot.data.prepare import Dataset
 from surefoot.engine import models
 from surefoot.engine.folder import fingerprint
@@ -30,6 +31,7 @@ class EngineBuilder:
         tokenizer: the run's.
         point: where the run goes on from.
         local: engines with a model of their own, made so far.
+        tokenizers: of engines that have their own; `check_folders` loads them.
     """
 
     specs: Mapping[str, EngineSpec]
@@ -38,12 +40,13 @@ class EngineBuilder:
     point: ResumePoint
     plane: DataPlane
     local: dict[str, LocalEngine] = field(default_factory=dict)
+    tokenizers: dict[str, Any] = field(default_factory=dict)
 
     def check_folders(self) -> None:
         """What the small files of further models and of the checkpoint tell.
 
         Raises:
-            ModelError: a model cannot be read, or has another tokenizer.
+            ModelError: a model cannot be read, or has another tokenizer where it must be the policy's.
             ResumeRefused: a model that is not trained was saved in another way than it would go on.
         """
         for name, spec in self.specs.items():
@@ -52,8 +55,10 @@ class EngineBuilder:
             if spec.model is not None or own_section:
                 section = self._section(spec)
                 models.check_folder(section, spec.kind, f"the model of {name}")
-                if section.model_name not in (None, self.config.policy.model_name):
-                    own = section.model_copy(update={"tokenizer": TokenizerConfig()})
+                own = section.model_copy(update={"tokenizer": TokenizerConfig()})
+                if spec.own_tokenizer:
+                    self.tokenizers[name] = models.load_tokenizer(own)
+                elif section.model_name not in (None, self.config.policy.model_name):
                     models.require_same_tokenizer(self.tokenizer, models.load_tokenizer(own), str(own.model_name))
 
     def _require_saved_alike(self, name: str, spec: EngineSpec) -> None:
@@ -120,12 +125,15 @@ class EngineBuilder:
         update: dict[str, Any] = {"lora": None}
         if spec.model is not None:
             update |= {"model_name": spec.model, "model_init": None, "tokenizer": TokenizerConfig()}
+        if spec.max_length is not None:
+            update["max_total_sequence_length"] = spec.max_length
         return section.model_copy(update=update)
 
     def _load(self, name: str, spec: EngineSpec) -> LoadedModel:
         section = self._section(spec)
         if self.point.reader is None or not (spec.trained or spec.synced):
-            return models.load(section, tokenizer=self.tokenizer, seed=self.config.seed, kind=spec.kind)
+            tokenizer = self.tokenizers.get(name, self.tokenizer)
+            return models.load(section, tokenizer=tokenizer, seed=self.config.seed, kind=spec.kind)
         reader = self.point.reader.under(name)
         return models.load_from_checkpoint(reader, section, self.tokenizer, seed=self.config.seed, kind=spec.kind)
 
@@ -141,6 +149,7 @@ class EngineBuilder:
             save_optimizer=self.config.checkpointing.save_optimizer,
             trained=spec.trained,
             synced=spec.synced,
+            num_ids=num_ids(loaded.tokenizer),
             section=spec.section,
         )
 

@@ -119,7 +119,7 @@ def connect(
     Args:
         slots: each step computes all of them.
     """
-    section, sampler = config.generation, _sampler(config, policy, model, slots)
+    section, sampler = config.generation, _sampler(config, policy.tokenizer, model, slots)
     if not sampler.exact:
         _log.warning(
             "completions depend on what else is sampled with them: a run that is killed and resumed goes on well, and "
@@ -138,13 +138,18 @@ def connect(
     return sampler
 
 
-def _sampler(
-    config: RolloutRunConfig, policy: models.LoadedModel, model: Any, slots: int
-) -> TorchSampler | VLLMSampler:
+def lend(rollouts: Rollouts | None, config: RunConfig, tokenizer: Any, lent: Mapping[str, Any]) -> None:
+    """Copies of further models, by their engines' names, answer prompts as well."""
+    if rollouts is not None and isinstance(config, RolloutRunConfig):
+        for name, model in lent.items():
+            rollouts.lend(name, _sampler(config, tokenizer, copy.deepcopy(model), num_slots(config)))
+
+
+def _sampler(config: RolloutRunConfig, tokenizer: Any, model: Any, slots: int) -> TorchSampler | VLLMSampler:
     section = config.generation
     model = model.to(dtype=_dtype(config))
     given: dict[str, Any] = {
-        "tokenizer": policy.tokenizer,
+        "tokenizer": tokenizer,
         "max_total_sequence_length": config.policy.max_total_sequence_length,
         "slots": slots,
     }

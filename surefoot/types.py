@@ -1,4 +1,4 @@
-"""The records that travel and the protocols that parts keep. Imports nothing internal but the errors.
+"""The records that travel and the protocols that parts keep. Imports nothing internal but the metrics.
 
 Read this file first: the loop (`loop.py`) is written against it alone, and so is every algorithm.
 
@@ -8,14 +8,17 @@ Shapes are written as [rows, tokens, ...]. A *row* is one token sequence; a *gro
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+
+from surefoot.metrics import Metric as Metric
+from surefoot.metrics import Metrics as Metrics
+from surefoot.metrics import merge_metrics as merge_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,55 +29,6 @@ Column: TypeAlias = "Tensor | list[Tensor] | list[str]"
 Columns: TypeAlias = "Mapping[str, Column]"
 Poll: TypeAlias = Callable[[], None]
 Rows: TypeAlias = Literal["sequences", "pairs", "prompts"]  # what the rows of an algorithm's data sets are
-
-
-# ---------------------------------------------------------------------------------------------------------- metrics
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One measured number and how it reduces over micro-batches, optimizer steps and ranks.
-
-    `mean` is weighted by `weight` (tokens, rows, groups: whatever the mean is taken over); `last` keeps the newest.
-
-    >>> merge_metrics([{"loss": Metric(2.0, weight=3)}, {"loss": Metric(6.0, weight=1)}])["loss"].value
-    3.0
-    """
-
-    value: float
-    weight: float = 1.0
-    reduce: Literal["mean", "sum", "max", "min", "last"] = "mean"
-
-
-Metrics: TypeAlias = Mapping[str, Metric]
-
-
-def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Reduce several measurements into one, each metric by its own rule. The order of first appearance is kept.
-
-    Raises:
-        ValueError: one name comes with two reductions.
-    """
-    merged: dict[str, Metric] = {}
-    for part in parts:
-        for name, metric in part.items():
-            merged[name] = _reduce(name, merged[name], metric) if name in merged else metric
-    return merged
-
-
-def _reduce(name: str, a: Metric, b: Metric) -> Metric:
-    if a.reduce != b.reduce:
-        raise ValueError(f"metric {name!r} reduces as {a.reduce} in one place and as {b.reduce} in another")
-    if a.reduce == "last":
-        return b
-    if a.reduce == "mean":
-        weight = a.weight + b.weight
-        value = (a.value * a.weight + b.value * b.weight) / weight if weight else 0.0
-        return Metric(value, weight, "mean")
-    if math.isnan(a.value) or math.isnan(b.value):  # max() and min() would lose a NaN, depending on the order
-        return Metric(math.nan, a.weight + b.weight, a.reduce)
-    value = {"sum": a.value + b.value, "max": max(a.value, b.value), "min": min(a.value, b.value)}[a.reduce]
-    return Metric(value, a.weight + b.weight, a.reduce)
 
 
 # ------------------------------------------------------------------------------------------------- checkpointed parts
@@ -299,6 +253,32 @@ class Source(Saveable, Protocol):
 # ----------------------------------------------------------------------------------------------------------- engines
 
 
+class TokenFunction(Protocol):
+    """A pure function of each token's whole distribution, which is too large to be kept: the engine applies it to a
+    chunk of tokens at a time, and again in the backward pass, so that only what it returns stays in memory.
+
+    Attributes:
+        fields: names of the columns [rows, tokens, ...] that it reads.
+        outputs: names of what it returns, which the engine's outputs then hold as [rows, tokens].
+    """
+
+    @property
+    def fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """
+        Args:
+            logprobs: [n, vocabulary], what predicts each of n tokens, at the head's temperature; in no certain order.
+            columns: the same tokens' entries [n, ...] of `fields`.
+
+        Returns:
+            [n] for each of `outputs`.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """What the model is to put out for each row.
@@ -308,13 +288,18 @@ class Head:
 
     Attributes:
         outputs: any of "logprobs", "entropy", "log_sum_sq_probs" (log Σ p² over the vocabulary), "topk", "logits",
-            "scalar". "topk" gives `topk_ids` and `topk_logprobs` [rows, tokens, k]; "logits"
-            [rows, tokens, vocabulary]; "scalar" needs a model with one label and gives one number per token.
+            "hidden", "scalar". "topk" gives `topk_ids` and `topk_logprobs` [rows, tokens, k], the likeliest first, and
+            `topk_rest` [rows, tokens], the log of the probability outside of these, -1e4 where that is none; "logits"
+            [rows, tokens, vocabulary]; "hidden" [rows, tokens, width] what `Engine.vocabulary_logprobs` reads; "scalar"
+            needs a model with one label and gives one number per token.
         temperature: logits are divided by it.
         k: for "topk".
         inputs: name of the column of token ids to read.
         mask: name of a column [tokens]: token outputs are computed where it is not 0, and are 0 elsewhere. A loss that
             reads `loss_mask` masks by it in any case.
+        known_only: ids that the tokenizer lacks, with which vocabularies are padded, have no probability: "logits" and
+            distributions end with the tokenizer's highest id. Ids beyond it must not be targets.
+        function: its outputs are put out too.
     """
 
     outputs: tuple[str, ...] = ("logprobs",)
@@ -322,6 +307,14 @@ class Head:
     k: int = 0
     inputs: str = "input_ids"
     mask: str | None = None
+    known_only: bool = False
+    function: TokenFunction | None = field(default=None, repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that is put out."""
+        own = (("topk_ids", "topk_logprobs", "topk_rest") if name == "topk" else (name,) for name in self.outputs)
+        return sum(own, ()) + (() if self.function is None else self.function.outputs)
 
 
 class Loss(Protocol):
@@ -376,10 +369,14 @@ class EngineSpec:
         trained: a frozen engine has no optimizer and is not captured; its fingerprint is.
         base_of: a frozen engine is the named engine's model as it was before training: with LoRA a view of the same
             model with its adapter off, else a second one.
-        model: a frozen engine's own folder, in place of that. Its tokenizer must be the policy's.
+        model: a frozen engine's own folder, in place of that. Its tokenizer must be the policy's, or:
+        own_tokenizer: it reads with its folder's tokenizer (`Kit.tokenizers`), whatever that is, rows that are made for
+            it.
+        max_length: tokens of a row of its own; default: the policy's.
         synced: an engine that is not trained, yet changed: it is captured and restored like a trained one.
         precomputed: what a frozen engine puts out on all rows of the data sets by this head is computed before the
             first step, kept in the folder `cache`, and looked up: the model is in memory for that time at most.
+        samples: a copy of a frozen engine's model answers prompts too, under the engine's name (`kit.rollouts`).
     """
 
     kind: Literal["causal_lm", "scalar"] = "causal_lm"
@@ -387,9 +384,12 @@ class EngineSpec:
     trained: bool = True
     base_of: str = "policy"
     model: str | None = None
+    own_tokenizer: bool = False
+    max_length: int | None = None
     synced: bool = False
     precomputed: Head | None = None
     cache: str | None = None
+    samples: bool = False
 
 
 class Engine(Saveable, Protocol):
@@ -408,6 +408,14 @@ class Engine(Saveable, Protocol):
 
     def evaluate(self, ref: BatchRef, objective: Objective) -> Metrics:
         """The loss's metrics without gradients."""
+
+    def vocabulary_logprobs(self, hidden: Tensor, head: Head) -> Tensor:
+        """From what this engine put out as "hidden" to log-probs [..., vocabulary], without gradients, by the head's
+        temperature and `known_only`. So a loss compares whole distributions with nothing but hidden states in between.
+
+        Raises:
+            ValueError: the model is not in this process: take "topk".
+        """
 
     def weights(self) -> Mapping[str, Tensor]:
         """The live weights by their names in a Hugging Face folder, tied ones once; those of the whole model, with an
@@ -511,6 +519,7 @@ class Kit:
         rollouts: a `surefoot.rollout.Rollouts`, which samples and scores completions, where rows are prompts.
         phase: times a part of a step under a name, as the report's does.
         record: shows and keeps a step's rollouts, by columns.
+        tokenizers: of engines that have their own, by the engines' names.
     """
 
     config: Any
@@ -522,6 +531,7 @@ class Kit:
     rollouts: Any = None
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     record: Callable[[int, Columns], None] = lambda step, columns: None
+    tokenizers: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Algorithm(ABC):

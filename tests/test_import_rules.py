@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
     "seeds": set(),
-    "types": {"errors"},
+    "metrics": set(),
+    "types": {"errors", "metrics"},
     "config": EVERYONE,
     "config_file": PARSED,
     "run": {"types", "checkpoint"},  # the manager by name, for annotations
@@ -30,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "run_dir": EVERYONE,
     "losses": RECORDS,
     "advantages": {"types", "errors"},
+    "alignment": {"types", "errors"},
     **dict.fromkeys(SERVICES, PARSED),
     "rollout": {"data", "advantages"} | PARSED,
     "algorithms": {"losses", "advantages", "alignment", *SERVICES, "rollout"} | PARSED,

@@ -32,6 +32,7 @@ class Encoded:
         length: tokens before cutting.
         margin: of the pair that it belongs to, where that has one.
         prompt: the row, its chat as it was rendered, where it is one to answer.
+        source: the row's.
     """
 
     ids: npt.NDArray[np.int32]
@@ -39,9 +40,15 @@ class Encoded:
     length: int
     margin: float | None = None
     prompt: Prompt | None = None
+    source: str = ""
 
 
 Outcome = BadRow | list[Encoded]
+
+
+def num_ids(tokenizer: Any) -> int:
+    """The tokenizer's highest id and one more: ids beyond pad a model's vocabulary."""
+    return int(max(tokenizer.get_vocab().values(), default=-1)) + 1
 
 
 class Encoder:
@@ -96,7 +103,7 @@ class Encoder:
             found = [self._text(row)] if row.messages is None else self._chat_texts(row, row.messages)
         except RowError as error:
             return error.at(row.where)
-        return [self._cut(ids, mask) for ids, mask in found]
+        return [replace(self._cut(ids, mask), source=row.source) for ids, mask in found]
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
         """What a generator is given for the next assistant turn: the ids before the first trained one."""
@@ -203,7 +210,7 @@ class Encoder:
         else:
             ids = self.prompt_ids(row.messages, row.tools)
             row = replace(row, messages=with_system(row.messages, self._system_prompt, self._fold_system))
-        return Encoded(np.array(ids, np.int32), np.zeros(len(ids), np.bool_), len(ids), prompt=row)
+        return Encoded(np.array(ids, np.int32), np.zeros(len(ids), np.bool_), len(ids), prompt=row, source=row.source)
 
     def _pairs(self, row: Preference) -> list[Encoded]:
         """The sides of a pair begin with the same tokens, the prompt's. Of a chat these are what a generator is given,

@@ -72,6 +72,7 @@ class Dataset:
             so a change of either that makes a difference changes it, and moving the file does not.
         group_size: sequences that belong together: 2 of preferences, else 1.
         margins: float32 [sequences], of the pair that each belongs to; `None` where the file has none.
+        sources: what kind of row each sequence comes from, where the file has a column `source`.
         prompts: the rows that the sequences were made of, where they are prompts: nothing of these is trained.
     """
 
@@ -85,6 +86,7 @@ class Dataset:
     group_size: int = 1
     margins: Tensor | None = None
     prompts: tuple[Prompt, ...] = ()
+    sources: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.row_index)
@@ -216,12 +218,16 @@ def _assemble(config: DatasetConfig, outcomes: list[Outcome], max_length: int, g
     if margins:
         arrays.append(np.array(margins, np.float32))
     prompts = tuple(sequence.prompt for sequence in kept if sequence.prompt is not None)
+    sources = tuple(sequence.source for sequence in kept) if any(sequence.source for sequence in kept) else ()
     digest = xxhash.xxh3_128(json.dumps([[p.tools, p.columns] for p in prompts]).encode() if prompts else b"")
+    digest.update(json.dumps(sources).encode() if sources and not prompts else b"")
     for array in arrays:
         digest.update(array.tobytes())
     flat = [torch.from_numpy(array) for array in arrays]
     fingerprint, last = digest.hexdigest(), flat[4] if margins else None
-    dataset = Dataset(config.path, flat[0], flat[1], flat[2], flat[3], counts, fingerprint, group_size, last, prompts)
+    dataset = Dataset(
+        config.path, flat[0], flat[1], flat[2], flat[3], counts, fingerprint, group_size, last, prompts, sources
+    )
     if counts.dropped or counts.skipped:
         _log.warning("%s", "\n".join([dataset.description, *listed]))
     return dataset

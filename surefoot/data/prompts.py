@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 from surefoot.data.rows import Prompt, RowChecker, RowError, check_plain
 
 _TAKEN = ("prompts", "completions")  # what reward functions are given besides the row's columns
+_COLUMNS = ("answer", "source")  # of the row's columns those that may be mapped
 Messages = list[dict[str, Any]]
 
 
@@ -28,7 +29,7 @@ class PromptChecker(RowChecker):
     where that is the assistant's, is no part of the prompt but the column `answer`, unless the row has its own."""
 
     kinds: ClassVar[dict[str, tuple[str, ...]]] = {"prompt": ("prompt",), "messages": ("messages",)}
-    names: ClassVar[tuple[str, ...]] = ("prompt", "messages", "tools", "answer")
+    names: ClassVar[tuple[str, ...]] = ("prompt", "messages", "tools", *_COLUMNS)
     expected: ClassVar[str] = "`prompt` or `messages`"
 
     def __init__(self, columns: Mapping[str, str], *, as_chat: bool, opener: Opener | None = None) -> None:
@@ -46,7 +47,7 @@ class PromptChecker(RowChecker):
             if name in columns:
                 found = f"field {name!r}: rewards are given the sampled {name} by this name; call the column otherwise"
                 raise RowError("column with a taken name", found)
-        return {**fields, "columns": columns | ({"answer": fields["answer"]} if "answer" in fields else {})}
+        return {**fields, "columns": columns | {name: fields[name] for name in _COLUMNS if name in fields}}
 
     def _row(self, where: str, fields: dict[str, Any]) -> Prompt:
         kind = self._kind or "prompt"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from surefoot.errors import ConfigError
@@ -54,6 +54,7 @@ class Row:
     Attributes:
         where: for people, such as "train.jsonl:3".
         answers: only the last `answers` messages may be trained (in prompt + completion rows, the completion's).
+        source: what the row's column of that name says, where that is a text: the kind of row it is.
     """
 
     where: str
@@ -62,6 +63,7 @@ class Row:
     tools: list[dict[str, Any]] | None = None
     prompt: str = ""
     completion: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,11 @@ class Prompt:
     columns: dict[str, Any]
 
     @property
+    def source(self) -> str:
+        """As a `Row`'s."""
+        return _text(self.columns.get("source"))
+
+    @property
     def shown(self) -> str:
         """For people: the text, or what was said last in the chat."""
         return self.given if isinstance(self.given, str) else str(self.given[-1].get("content", ""))
@@ -113,7 +120,7 @@ class RowChecker:
         "prompt": ("prompt", "completion"),
         "text": ("text",),
     }
-    names: ClassVar[tuple[str, ...]] = ("messages", "tools", "prompt", "completion", "text")
+    names: ClassVar[tuple[str, ...]] = ("messages", "tools", "prompt", "completion", "text", "source")
     expected: ClassVar[str] = "`messages`, or `prompt` and `completion`, or `text`"
 
     def __init__(self, columns: Mapping[str, str], *, as_chat: bool) -> None:
@@ -130,7 +137,9 @@ class RowChecker:
         try:
             if isinstance(value, RowError):
                 raise value
-            return self._row(where, self._fields(value))
+            fields = self._fields(value)
+            row = self._row(where, fields)
+            return replace(row, source=_text(fields.get("source"))) if isinstance(row, Row) else row
         except RowError as error:
             return error.at(where)
 
@@ -217,6 +226,10 @@ class RowChecker:
             expect("tools", label, tool, dict, "a list of objects")
         check_plain("tools", label, tools)
         return list(tools)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _message(name: str, label: str, value: Any) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class DatasetSource(CursorSource):
     Each row of a batch gets three columns: `input_ids` (int64, ragged), `loss_mask` (float32, aligned with the tokens:
     1 where the token is trained) and `row_index` (int64 [rows], the row's place in the file, from 0). Preferences come
     as pairs of rows, the chosen one ("…_g0") before the rejected one ("…_g1"), with `margin` (float32 [rows], that of
-    the pair) where the file has it.
+    the pair) where the file has it; likewise other rows with `source` (texts).
 
     Raises:
         ConfigError: `drop_last` leaves no batch in an epoch, or a step does not hold whole pairs.
@@ -203,6 +203,8 @@ def _put(dataset: Dataset, plane: DataPlane, indices: Tensor, groups: list[str])
         "loss_mask": [dataset.loss_mask(i) for i in rows.tolist()],
         "row_index": dataset.row_index[rows],
     }
+    if dataset.sources:
+        columns["source"] = [dataset.sources[i] for i in rows.tolist()]
     if dataset.margins is not None:
         columns["margin"] = dataset.margins[rows]
     names = tuple(f"{group}_g{i}" for group in groups for i in range(size))

@@ -60,6 +60,10 @@ class BaseView:
     def train(self, ref: BatchRef, objective: Objective) -> Metrics:
         raise ValueError("this engine is frozen: it cannot be trained")
 
+    def vocabulary_logprobs(self, hidden: Tensor, head: Head) -> Tensor:
+        with adapter_off(self._engine.model):
+            return self._engine.vocabulary_logprobs(hidden, head)
+
     def weights(self) -> Mapping[str, Tensor]:
         return base_weights(self._engine.model)
 

@@ -6,6 +6,8 @@ reads. The result equals log_softmax and gather over all tokens, in value and in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,16 +21,19 @@ from surefoot.types import Head
 # A chunk holds this many tokens, and more where the vocabulary is small: 2**23 logits are 32 MiB in float32.
 CHUNK_TOKENS = 256
 CHUNK_LOGITS = 2**23
+# A head's function keeps some dozen arrays of a chunk's size: its chunks are so many times smaller.
+FUNCTION_CUT = 4
 # Up to this many logits (128 MiB) are kept: making them again would cost a third of the head's time to save little.
 KEPT_LOGITS = 2**25
-_TOKEN_OUTPUTS = {"logprobs", "entropy", "log_sum_sq_probs", "topk", "logits"}
+_TOKEN_OUTPUTS = {"logprobs", "entropy", "log_sum_sq_probs", "topk", "logits", "hidden"}
+NO_MASS = -1e4  # as the log of a probability that is 0
 
 
 class ModelHead:
-    """Runs a model and gives the outputs that a `Head` asks for."""
+    """Runs a model and gives the outputs that a `Head` asks for. `num_ids`: of a head with `known_only`."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, num_ids: int | None = None) -> None:
+        self._model, self._num_ids = model, num_ids
         self._base: nn.Module = getattr(model, str(model.base_model_prefix), model)
         score = getattr(model, "score", None)  # an adapter's copy of it passes its attributes on
         self._score: nn.Module | None = score if getattr(score, "out_features", None) == 1 else None
@@ -37,7 +42,12 @@ class ModelHead:
             self._lm_head = _separable_head(model, self._base)
 
     def __call__(
-        self, input_ids: Tensor, lengths: Tensor, head: Head, wanted: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        lengths: Tensor,
+        head: Head,
+        wanted: Tensor | None = None,
+        columns: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Outputs padded with zeros to [rows, tokens, ...], aligned as `Head` says.
 
@@ -45,6 +55,7 @@ class ModelHead:
             input_ids: [rows, tokens], padded on the right.
             lengths: [rows].
             wanted: [rows, tokens]; token outputs are computed where it is not 0 and are 0 elsewhere.
+            columns: [rows, tokens, ...], what the head's function reads.
 
         Raises:
             ValueError: the head asks for something unknown.
@@ -61,8 +72,18 @@ class ModelHead:
         places = predicted.flatten().nonzero().squeeze(1)
         # What predicts a token stands one place before it, in the same row.
         hidden = self._hidden(input_ids, real).flatten(0, 1).index_select(0, places - 1)
-        values = token_outputs(hidden, input_ids.flatten()[places], self._lm_head, head)
+        read = {
+            name: (columns or {})[name].flatten(0, 1)[places]
+            for name in (head.function.fields if head.function else ())
+        }
+        num_ids = self._num_ids if head.known_only else None
+        values = token_outputs(hidden, input_ids.flatten()[places], self._lm_head, head, num_ids, read)
         return {name: _scatter(value, places, input_ids.shape) for name, value in values.items()}
+
+    def logprobs(self, hidden: Tensor, head: Head) -> Tensor:
+        """Over the vocabulary [..., ids], from the output "hidden"."""
+        logits = hidden if self._lm_head is None else self._lm_head(hidden)
+        return _scaled(logits, head, self._num_ids if head.known_only else None).log_softmax(-1)
 
     def _check(self, head: Head) -> None:
         unknown = set(head.outputs) - _TOKEN_OUTPUTS - {"scalar"}
@@ -97,43 +118,73 @@ class ModelHead:
         return hidden
 
 
-def token_outputs(hidden: Tensor, targets: Tensor, lm_head: nn.Linear | None, head: Head) -> dict[str, Tensor]:
+def token_outputs(
+    hidden: Tensor,
+    targets: Tensor,
+    lm_head: nn.Linear | None,
+    head: Head,
+    num_ids: int | None = None,
+    columns: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Outputs for single tokens, chunk by chunk.
 
     Args:
         hidden: [tokens, width], what predicts each token; the logits themselves where `lm_head` is `None`.
         targets: [tokens], the tokens' ids.
         lm_head: from [n, width] to logits [n, vocabulary].
+        num_ids: so many of the logits count, from the first on; `None`: all.
+        columns: [tokens, ...], what the head's function reads.
 
     Returns:
-        `logprobs`, `entropy` and `log_sum_sq_probs` [tokens], `topk_ids` and `topk_logprobs` [tokens, k], and
-        `logits` [tokens, vocabulary].
+        Each of `head.names` [tokens, ...].
     """
     vocabulary = hidden.shape[-1] if lm_head is None else lm_head.out_features
     size = max(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
+    size = size if head.function is None else max(size // FUNCTION_CUT, 1)
+    tokens = _Tokens(targets, columns or {})
+    made = {"hidden": hidden} if "hidden" in head.outputs else {}
+    if set(head.names) <= made.keys():
+        return made
     if lm_head is None:
-        parts = [
-            _outputs(logits, ids, head)
-            for logits, ids in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
-        ]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    if len(targets) <= max(size, KEPT_LOGITS // vocabulary) or "logits" in head.outputs:
-        return _outputs(lm_head(hidden), targets, head)
-    values = _Chunked.apply(hidden, lm_head.weight, lm_head.bias, targets, head, size)  # type: ignore[no-untyped-call]
-    return dict(zip(_names(head), values, strict=True))
+        parts = [_outputs(hidden[chunk], tokens.part(chunk), head, num_ids) for chunk in _chunks(len(targets), size)]
+        return made | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    kept = max(size, KEPT_LOGITS // vocabulary) if head.function is None else size
+    if len(targets) <= kept or "logits" in head.outputs:
+        return made | _outputs(lm_head(hidden), tokens, head, num_ids)
+    values = _Chunked.apply(hidden, lm_head.weight, lm_head.bias, tokens, head, num_ids, size)  # type: ignore[no-untyped-call]
+    return made | dict(zip(_names(head), values, strict=True))
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What is read of the tokens besides their hidden states: `targets` [tokens], and the columns of a function."""
+
+    targets: Tensor
+    columns: Mapping[str, Tensor]
+
+    def part(self, chunk: slice) -> _Tokens:
+        return _Tokens(self.targets[chunk], {name: column[chunk] for name, column in self.columns.items()})
+
+
+def _chunks(tokens: int, size: int) -> list[slice]:
+    """At least one, if an empty one."""
+    return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 
 
 def _names(head: Head) -> list[str]:
-    names = [name for name in ("logprobs", "entropy", "log_sum_sq_probs") if name in head.outputs]
-    return names + (["topk_logprobs", "topk_ids"] if "topk" in head.outputs else [])
+    return [name for name in head.names if name != "hidden"]
 
 
-def _outputs(logits: Tensor, targets: Tensor, head: Head) -> dict[str, Tensor]:
+def _scaled(logits: Tensor, head: Head, num_ids: int | None) -> Tensor:
+    logits = logits[..., :num_ids]
     if logits.dtype != torch.float64:
         logits = logits.float()
-    if head.temperature != 1.0:
-        logits = logits / head.temperature
-    if head.outputs == ("logprobs",):  # the fused form: one array of the logits' size fewer
+    return logits / head.temperature if head.temperature != 1.0 else logits
+
+
+def _outputs(logits: Tensor, tokens: _Tokens, head: Head, num_ids: int | None) -> dict[str, Tensor]:
+    logits, targets = _scaled(logits, head, num_ids), tokens.targets
+    if head.names == ("logprobs",):  # the fused form: one array of the logits' size fewer
         return {"logprobs": -F.cross_entropy(logits, targets, reduction="none")}
     logprobs = logits.log_softmax(-1)
     made: dict[str, Tensor] = {}
@@ -145,9 +196,11 @@ def _outputs(logits: Tensor, targets: Tensor, head: Head) -> dict[str, Tensor]:
         made["log_sum_sq_probs"] = (2 * logprobs).logsumexp(-1)
     if "topk" in head.outputs:
         made["topk_logprobs"], made["topk_ids"] = logprobs.topk(head.k, dim=-1)
+        others = logprobs.scatter(-1, made["topk_ids"], -torch.inf)
+        made["topk_rest"] = others.logsumexp(-1).clamp(min=NO_MASS)
     if "logits" in head.outputs:
         made["logits"] = logits
-    return made
+    return made | (head.function(logprobs, tokens.columns) if head.function is not None else {})
 
 
 class _Chunked(torch.autograd.Function):
@@ -159,17 +212,24 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, size: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: _Tokens,
+        head: Head,
+        num_ids: int | None,
+        size: int,
     ) -> tuple[Tensor, ...]:
         device = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        ctx.head, ctx.size = head, size
-        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.head, ctx.num_ids, ctx.size, ctx.tokens = head, num_ids, size, tokens
+        ctx.save_for_backward(hidden, weight, bias)
         ctx.set_materialize_grads(False)
         cast = weight.to(ctx.dtype)
         parts = []
-        for part, ids in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
-            parts.append(_outputs(_linear(part, cast, bias, ctx.dtype), ids, head))
+        for chunk in _chunks(len(hidden), size):
+            parts.append(_outputs(_linear(hidden[chunk], cast, bias, ctx.dtype), tokens.part(chunk), head, num_ids))
         made = {name: torch.cat([part[name] for part in parts]) for name in _names(head)}
         if "topk_ids" in made:
             ctx.mark_non_differentiable(made["topk_ids"])
@@ -178,16 +238,15 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, weight, bias = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         cast = weight.to(ctx.dtype)
-        for start in range(0, len(targets), ctx.size):
-            chunk = slice(start, start + ctx.size)
+        for chunk in _chunks(len(hidden), ctx.size):
             logits = _linear(hidden[chunk], cast, bias, ctx.dtype).requires_grad_()
             with torch.enable_grad():
-                made = _outputs(logits, targets[chunk], ctx.head)
+                made = _outputs(logits, ctx.tokens.part(chunk), ctx.head, ctx.num_ids)
             read = [(made[n], g[chunk]) for n, g in zip(_names(ctx.head), grads, strict=True) if g is not None]
             (d_logits,) = torch.autograd.grad([value for value, _ in read], logits, [grad for _, grad in read])
             d_hidden[chunk] = d_logits @ cast
@@ -199,7 +258,7 @@ class _Chunked(torch.autograd.Function):
                     d_weight += d_logits.t() @ part
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
-        return d_hidden, d_weight, d_bias, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None
 
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

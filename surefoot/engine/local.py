@@ -56,6 +56,7 @@ class LocalEngine:
         save_optimizer: without it a checkpoint can be loaded and not resumed.
         trained: a frozen engine has no optimizer; its fingerprint is saved in place of its weights.
         synced: a frozen engine whose weights are assigned to or changed in place: they are saved.
+        num_ids: the tokenizer's highest id and one more, for heads with `known_only`; `None`: all that the model has.
         section: the name of `config` in the run's configuration.
     """
 
@@ -72,6 +73,7 @@ class LocalEngine:
         save_optimizer: bool = True,
         trained: bool = True,
         synced: bool = False,
+        num_ids: int | None = None,
         section: str = "policy",
     ) -> None:
         self.device = resolve_device(config.device)
@@ -82,7 +84,7 @@ class LocalEngine:
         self._weights_file = ADAPTER_WEIGHTS if self._adapted else WEIGHTS_FILE
         self._weights = adapter_weights(self.model) if self._adapted else weights_by_name(self.model)
         self._fingerprint: str | None = None
-        self._head = ModelHead(self.model)
+        self._head = ModelHead(self.model, num_ids)
         self._optimizer: Optimizer | None = None
         if not trained:
             if self._adapted:
@@ -112,7 +114,8 @@ class LocalEngine:
 
     def infer(self, ref: BatchRef, head: Head, into: Mapping[str, str]) -> BatchRef:
         """Outputs land on the CPU, one tensor per row, without padding."""
-        columns = self._plane.get(ref, [head.inputs, *([head.mask] if head.mask else [])])
+        fields = [head.inputs, *([head.mask] if head.mask else []), *(head.function.fields if head.function else ())]
+        columns = self._plane.get(ref, list(dict.fromkeys(fields)))
         found: dict[str, list[Any]] = {output: [None] * len(ref) for output in into}
         self._set_mode(training=False)
         with torch.no_grad():
@@ -217,10 +220,11 @@ class LocalEngine:
     def _forward(self, batch: MicroBatch, head: Head, wanted: Tensor | None = None) -> dict[str, Tensor]:
         bfloat16 = self._config.precision == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
-            return self._head(batch.input_ids, batch.lengths, head, wanted)
+            return self._head(batch.input_ids, batch.lengths, head, wanted, batch.columns)
 
     def _batches(self, ref: BatchRef, objective: Objective) -> list[MicroBatch]:
-        fields = dict.fromkeys((objective.head.inputs, *objective.loss.fields))
+        function = objective.head.function
+        fields = dict.fromkeys((objective.head.inputs, *objective.loss.fields, *(function.fields if function else ())))
         return self._cut(ref, self._plane.get(ref, list(fields)), objective.head)
 
     def _cut(self, ref: BatchRef, columns: Mapping[str, Column], head: Head) -> list[MicroBatch]:
@@ -256,6 +260,11 @@ class LocalEngine:
         )
 
     # ------------------------------------------------------------------------------------------------ weights, state
+
+    @torch.no_grad()
+    def vocabulary_logprobs(self, hidden: Tensor, head: Head) -> Tensor:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._config.precision == "bfloat16"):
+            return self._head.logprobs(hidden.to(self.device), head)
 
     def weights(self) -> Mapping[str, Tensor]:
         """With an adapter: the whole model's, the adapter merged in, which are copies in part."""

@@ -280,6 +280,11 @@ def require_same_tokenizer(policy: Any, other: Any, name: str) -> None:
         )
 
 
+def has_same_tokenizer(policy: Any, other: Any) -> bool:
+    """Whether each token has one id in both, and the special ones are the same."""
+    return _ids_by_name(policy) == _ids_by_name(other)
+
+
 def require_same_shapes(weights: Mapping[str, Tensor], others: Mapping[str, Tensor], name: str, other: str) -> None:
     """Raises `ModelError`, naming the first differences, when one model's weights cannot be mixed into another's."""
     ours, theirs = ({n: tuple(t.shape) for n, t in each.items()} for each in (weights, others))

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from surefoot.engine.frozen import require_same_frozen
-from surefoot.errors import DataError
+from surefoot.errors import DataError, NonFiniteError
 from surefoot.types import BatchRef, Cache, DataPlane, Engine, Head, Metrics, Objective, Reader, Writer
 
 _log = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ class Precomputed:
 
     Args:
         fingerprint: of the model's weights; what a checkpoint holds of this engine.
-        head: what is computed; one number per token for each output.
+        head: what is computed; for each output a number or several per token.
     """
 
     def __init__(self, fingerprint: str, head: Head, plane: DataPlane) -> None:
         self.fingerprint, self._head, self._plane = fingerprint, head, plane
         self._digest = ""  # of the first set's outputs: the training set's
         self._starts: dict[bytes, int] = {}  # of a row's numbers in each of `_outputs`, by the row's token ids
-        self._outputs: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}  # [all tokens of all rows, ...]
 
     def fill(
         self,
@@ -68,7 +68,6 @@ class Precomputed:
         """
         total, done, computed, end = sum(len(rows) for rows in sets), 0, 0, 0
         size = sum(len(rows.tokens) for rows in sets)
-        self._outputs = {output: torch.zeros(size) for output in self._head.outputs}
         with ExitStack() as stack:
             opened = functools.cache(lambda: stack.enter_context(model()))
             for rows in sets:
@@ -79,12 +78,13 @@ class Precomputed:
                             if not computed:
                                 _log.info("computing log-probs of a frozen model: %d rows to go at most", total - done)
                             found = self._computed(opened(), ids, rows.group_size)
+                            _require_finite(found, ids, name)
                             cache.write(name, found)
                             computed += len(ids)
-                        end = self._keep(ids, found, end)
+                        end = self._keep(ids, found, end, size)
                         done += len(ids)
                         progress(done, total)
-                self._digest = self._digest or _digest(values[:end] for values in self._outputs.values())
+                self._digest = self._digest or _digest(self._outputs[name][:end] for name in self._head.names)
         _log.info("log-probs of the frozen model: %d rows computed, %d from the cache", computed, total - computed)
 
     def _computed(self, engine: Engine, ids: Sequence[Tensor], group_size: int) -> dict[str, Tensor]:
@@ -94,16 +94,18 @@ class Precomputed:
         ref = BatchRef(names, groups, tuple(len(row) for row in ids), (0,) * len(ids), frozenset())
         ref = self._plane.put(ref, {self._head.inputs: list(ids)})
         try:
-            engine.infer(ref, self._head, {output: output for output in self._head.outputs})
-            columns = self._plane.get(ref, self._head.outputs)
+            engine.infer(ref, self._head, {output: output for output in self._head.names})
+            columns = self._plane.get(ref, self._head.names)
         finally:
             self._plane.drop(ref)
         return {output: torch.cat([torch.as_tensor(row) for row in column]) for output, column in columns.items()}
 
-    def _keep(self, ids: Sequence[Tensor], found: Mapping[str, Tensor], start: int) -> int:
-        """Returns where these rows' numbers end."""
+    def _keep(self, ids: Sequence[Tensor], found: Mapping[str, Tensor], start: int, size: int) -> int:
+        """Returns where these rows' numbers end; `size`: of all rows."""
         end = start + sum(len(row) for row in ids)
         for output, values in found.items():
+            if output not in self._outputs:
+                self._outputs[output] = values.new_zeros(size, *values.shape[1:])
             self._outputs[output][start:end] = values
         for row in ids:
             self._starts.setdefault(_key(row), start)  # the training set comes first, whatever else has the same row
@@ -125,7 +127,7 @@ class Precomputed:
         if start is None:
             raise DataError(
                 f"row {name} ({len(row)} tokens) is in no data set that the frozen model's log-probs were computed for "
-                "before the first step: compute them at each step (reference: frozen)"
+                "before the first step: compute them at each step"
             )
         return slice(start, start + len(row))
 
@@ -134,6 +136,9 @@ class Precomputed:
 
     def train(self, ref: BatchRef, objective: Objective) -> Metrics:
         raise ValueError("this engine is frozen: it cannot be trained")
+
+    def vocabulary_logprobs(self, hidden: Tensor, head: Head) -> Tensor:
+        raise ValueError("this engine's outputs are precomputed: there is no model to compute whole distributions with")
 
     def weights(self) -> Mapping[str, Tensor]:
         raise ValueError("this engine's outputs are precomputed: its weights are not in memory")
@@ -163,6 +168,19 @@ def _chunks(rows: Rows) -> Iterator[tuple[str, list[Tensor]]]:
     for first in range(0, len(rows), CHUNK_ROWS):
         ids = [rows.ids(i) for i in range(first, min(first + CHUNK_ROWS, len(rows)))]
         yield f"rows_{first}_{first + len(ids)}", ids
+
+
+def _require_finite(found: Mapping[str, Tensor], ids: Sequence[Tensor], name: str) -> None:
+    """Raises `NonFiniteError` that names the row: the first with a NaN or an infinity in it."""
+    for output, values in found.items():
+        start = 0
+        for i, row in enumerate(ids):
+            if not values[start : start + len(row)].isfinite().all():
+                raise NonFiniteError(
+                    f"the frozen model's {output} are not all finite in sequence {int(name.split('_')[1]) + i} of the "
+                    f"data set ({len(row)} tokens): its weights or its precision do not suit these tokens"
+                )
+            start += len(row)
 
 
 def _digest(parts: Iterable[Tensor]) -> str:

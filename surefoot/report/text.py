@@ -75,12 +75,14 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def rollout_text(rollout: Mapping[str, Any]) -> str:
-    """
+    """The advantage only where there is one.
+
     >>> rollout_text({"reward": 1.0, "advantage": 0.5, "prompt": "17+75=", "completion": "92"})
     "reward 1  advantage +0.50  '17+75=' -> '92'"
     """
     asked, said = (shortened(str(rollout[name]), 50) for name in ("prompt", "completion"))
-    return f"reward {number(rollout['reward'])}  advantage {rollout['advantage']:+.2f}  {asked!r} -> {said!r}"
+    advantage = f"  advantage {rollout['advantage']:+.2f}" if "advantage" in rollout else ""
+    return f"reward {number(rollout['reward'])}{advantage}  {asked!r} -> {said!r}"
 
 
 def shortened(text: str, width: int) -> str:

@@ -68,6 +68,7 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
             error.
     """
 
+    needs_rewards: ClassVar[bool] = True  # else they are only measured
     compares_siblings: ClassVar[bool] = True  # nothing is learned from completions of one prompt with equal rewards
 
     num_prompts_per_step: PositiveInt = 4
@@ -87,7 +88,7 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
 
     def check(self, run: RolloutRunConfig) -> None:
         """Raises `ValueError` when this does not go with the run's other sections."""
-        if not run.rewards and run.environment is None:
+        if (self.needs_rewards or self.dynamic_sampling) and not run.rewards and run.environment is None:
             raise ValueError("rewards: expected at least one function, or an environment that gives rewards")
         rows, per_step = self.rows_per_step, run.policy.train_global_batch_size
         if rows % per_step or per_step % self.num_generations_per_prompt:

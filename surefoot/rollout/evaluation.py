@@ -31,9 +31,22 @@ class Judged:
     passed: bool
 
 
-def evaluate(rollouts: Rollouts, datasets: Mapping[str, Dataset], config: EvaluationConfig, poll: Poll) -> Metrics:
-    """The metrics of `measure`: "<set>/<metric>" for each set and "<metric>" over all."""
-    by_set = {name: measure(judge(rollouts, dataset, config, poll), config) for name, dataset in datasets.items()}
+def evaluate(
+    rollouts: Rollouts,
+    datasets: Mapping[str, Dataset],
+    config: EvaluationConfig,
+    poll: Poll,
+    further: Callable[[Sequence[Rollout]], Metrics] = lambda batch: {},
+) -> Metrics:
+    """The metrics of `measure`, and what `further` finds on batches of rollouts: "<set>/<metric>" for each set and
+    "<metric>" over all."""
+    by_set: dict[str, Metrics] = {}
+    rows = config.num_prompts_per_batch * config.num_generations_per_prompt
+    for name, dataset in datasets.items():
+        judged = judge(rollouts, dataset, config, poll)
+        answers = [each.rollout for each in judged]
+        batches = [answers[start : start + rows] for start in range(0, len(answers), rows)]
+        by_set[name] = {**measure(judged, config), **merge_metrics(map(further, batches))}
     found = {f"{name}/{key}": metric for name, metrics in by_set.items() for key, metric in metrics.items()}
     return found | merge_metrics(by_set.values())
 
@@ -77,14 +90,15 @@ def judge(
 
 
 def measure(judged: Sequence[Judged], config: EvaluationConfig) -> dict[str, Metric]:
-    """`reward` and `reward/<name>` (means over the completions on which they did not abstain), `pass@<k>` and
-    `majority@<n>` (means over prompts), `truncated` (a fraction) and `completion_tokens` (a mean)."""
+    """Where there are rewards, `reward` and `reward/<name>` (means over the completions on which they did not abstain),
+    `pass@<k>` and `majority@<n>` (means over prompts); `truncated` (a fraction) and `completion_tokens` (a mean)."""
     n, groups = config.num_generations_per_prompt, dict[str, list[Judged]]()
-    for each in judged:
+    names = tuple(judged[0].rewards) if judged else ()
+    for each in judged if names else ():
         groups.setdefault(each.rollout.request.group, []).append(each)
     lists = {
         "reward": [each.reward for each in judged],
-        **{f"reward/{name}": [each.rewards[name] for each in judged] for name in (judged[0].rewards if judged else ())},
+        **{f"reward/{name}": [each.rewards[name] for each in judged] for name in names},
         "truncated": [float(each.rollout.truncated) for each in judged],
         "completion_tokens": [float(sum(each.rollout.said.own)) for each in judged],
     }

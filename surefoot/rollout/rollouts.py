@@ -77,7 +77,7 @@ class Rollouts:
         self._tokenizer, self._rewards, self._conversations = tokenizer, rewards, conversations
         self._seed, self._max_failures = seed, max_failures
         self._runner = asyncio.Runner()
-        self._generator: Generator | None = None
+        self._generators: dict[str, Generator] = {}
         self._recent: deque[bool] = deque(maxlen=WINDOW)  # true where a rollout failed
         self._seen: set[str] = set()
         self._first_cause = ""
@@ -86,7 +86,11 @@ class Rollouts:
 
     def connect(self, generator: Generator, sampling: Sampling) -> None:
         """What samples, and how it does in training. Both are there once the model is loaded."""
-        self._generator, self.sampling = generator, sampling
+        self._generators["policy"], self.sampling = generator, sampling
+
+    def lend(self, name: str, generator: Generator) -> None:
+        """Another model to sample from, which does not change: `sample` names it."""
+        self._generators[name] = generator
 
     @property
     def weights(self) -> dict[str, float]:
@@ -95,17 +99,19 @@ class Rollouts:
         found = {function.label: function.weight for function in functions}
         return found | ({"environment": 1.0} if self._conversations is not None else {})
 
-    def sample(self, requests: Sequence[Request], sampling: Sampling, poll: Poll) -> list[Rollout]:
-        """The requests' rollouts, in order, all made with the weights that are `live`. One that fails in its
-        environment is logged and left out.
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, poll: Poll, model: str = "policy"
+    ) -> list[Rollout]:
+        """The requests' rollouts, in order, all made with the weights that are `live`; or by a `model` that was lent.
+        One that fails in its environment is logged and left out.
 
         Raises:
             StaleWeights: a completion was sampled with other weights.
             RolloutError: too many failed.
             Exception: whatever the generator raised first, once all other requests are cancelled.
         """
-        version = self._live_version(poll)
-        found = self._run(_all([self._rollout(request, sampling) for request in requests]), poll)
+        version = self._live_version(poll) if model == "policy" else self._generators[model].version
+        found = self._run(_all([self._rollout(request, sampling, model) for request in requests]), poll)
         done = [rollout for rollout in found if isinstance(rollout, Rollout)]
         self._check_failures([each for each in found if not isinstance(each, Rollout)], done)
         for rollout in done:
@@ -134,9 +140,9 @@ class Rollouts:
         return Scores({**scores.values, "environment": own}, total, scores.failures)
 
     def close(self) -> None:
-        """End the generator, all processes of rewards and environments, and the event loop. Safe to call twice."""
-        if self._generator is not None:
-            self._generator.close()
+        """End the generators, all processes of rewards and environments, and the event loop. Safe to call twice."""
+        for generator in self._generators.values():
+            generator.close()
         if self._rewards is not None:
             self._rewards.close()
         if self._conversations is not None:
@@ -154,9 +160,9 @@ class Rollouts:
     def _run(self, work: Coroutine[Any, Any, T], poll: Poll) -> T:
         return self._runner.run(_polled(work, poll))
 
-    async def _rollout(self, request: Request, sampling: Sampling) -> Rollout | _Failed:
+    async def _rollout(self, request: Request, sampling: Sampling, model: str) -> Rollout | _Failed:
         async def sample(ids: Sequence[int], turn: int, room: int) -> tuple[Completion, str]:
-            completion = await self._generate(request, ids, turn, sampling, room)
+            completion = await self._generate(request, ids, turn, sampling, room, model)
             return completion, self._text(completion, sampling)
 
         if self._conversations is None:
@@ -176,11 +182,10 @@ class Rollouts:
         return Rollout(request, said)
 
     async def _generate(
-        self, request: Request, ids: Sequence[int], turn: int, sampling: Sampling, room: int
+        self, request: Request, ids: Sequence[int], turn: int, sampling: Sampling, room: int, model: str
     ) -> Completion:
-        assert self._generator is not None, "no generator is connected"
         try:
-            return await self._generator.generate(
+            return await self._generators[model].generate(
                 ids,
                 seed=self._seed,
                 group=f"{request.group}_t{turn}" if turn else request.group,

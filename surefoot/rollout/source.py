@@ -56,9 +56,10 @@ class RolloutSource(CursorSource):
     """A `surefoot.types.Source` of rollouts made with the weights last published.
 
     Each row gets `input_ids`, `loss_mask` and `generator_logprobs` (ragged, over prompt and completion); `reward`,
-    `reward/<name>` (NaN where it abstained) and `truncated`, float32 [rows]; `row_index`, int64 [rows]; and the texts
-    `prompt`, `completion` and `finish_reason`. Groups are called "e<epoch>_d<draw>" by their place in the data's order,
-    so that everything sampled follows from the seed, that place and the weights: the cursor is all state.
+    `reward/<name>` (NaN where it abstained, and without any reward) and `truncated`, float32 [rows]; `row_index`, int64
+    [rows]; and the texts `prompt`, `source`, `completion` and `finish_reason`. Groups are called "e<epoch>_d<draw>" by
+    their place in the data's order, so that everything sampled follows from the seed, that place and the weights: the
+    cursor is all state.
 
     With dynamic sampling, groups whose rewards are all equal are left out and more are drawn. Groups beyond those
     needed are given back to the cursor, and drawn again in the next step.
@@ -149,7 +150,7 @@ class RolloutSource(CursorSource):
                 Request(groups[-1].name, g, prompt, ids) for g in range(self._config.num_generations_per_prompt)
             ]
         with self._kit.phase("rollout"):
-            found = self._rollouts.sample(requests, self._rollouts.sampling, poll)
+            found = self._answered(requests, version, poll)
         for rollout in found:
             if rollout.said.version != version:
                 raise StaleWeights(
@@ -169,6 +170,10 @@ class RolloutSource(CursorSource):
         self._failed += Counter(rollouts=len(requests) - len(found), rewards=failures, turns=turns)
         return groups
 
+    def _answered(self, requests: Sequence[Request], version: int, poll: Poll) -> list[Rollout]:
+        """What is to be trained on. One that failed is missing. `version`: of the weights that are to sample."""
+        return self._rollouts.sample(requests, self._rollouts.sampling, poll)
+
     def _nothing_to_learn(self, kept: Sequence[_Group], drawn: Sequence[_Group], batches: int) -> str:
         flat = Counter(f"{group.rewards[0]:g}" for group in drawn if group.rewards and not group.varies)
         found = ", ".join(f"{count} with {reward} throughout" for reward, count in flat.most_common(5))
@@ -182,33 +187,13 @@ class RolloutSource(CursorSource):
     # ----------------------------------------------------------------------------------------------- what is told of it
 
     def _put(self, groups: Sequence[_Group]) -> BatchRef:
-        rows = [rollout for group in groups for rollout in group.rollouts]
-        asked, said = [rollout.request.prompt_ids for rollout in rows], [rollout.said for rollout in rows]
+        ref, columns = rows_of([rollout for group in groups for rollout in group.rollouts])
         values = [own for group in groups for own in group.values]
-
-        def whole(parts: Iterable[Sequence[float]]) -> list[torch.Tensor]:
-            """Per token, 0 on the prompts."""
-            return [torch.tensor([*[0.0] * len(p), *map(float, part)]) for p, part in zip(asked, parts, strict=True)]
-
-        columns: dict[str, Column] = {
-            "input_ids": [torch.tensor([*p, *each.ids]) for p, each in zip(asked, said, strict=True)],
-            "loss_mask": whole(each.own for each in said),
-            "generator_logprobs": whole(each.logprobs for each in said),
+        columns |= {
             "reward": torch.tensor([reward for group in groups for reward in group.rewards]),
             **{f"reward/{name}": torch.tensor([own[name] for own in values]) for name in values[0]},
-            "truncated": torch.tensor([float(rollout.truncated) for rollout in rows]),
             "row_index": torch.tensor([group.row_index for group in groups for _ in group.rollouts]),
-            "prompt": [rollout.request.prompt.shown for rollout in rows],
-            "completion": [each.text for each in said],
-            "finish_reason": [str(each.finish_reason) for each in said],
         }
-        ref = BatchRef(
-            ids=tuple(rollout.request.id for rollout in rows),
-            groups=tuple(rollout.request.group for rollout in rows),
-            lengths=tuple(len(p) + len(each.ids) for p, each in zip(asked, said, strict=True)),
-            versions=tuple(each.version for each in said),
-            fields=frozenset(),
-        )
         return self._kit.plane.put(ref, columns)
 
     def _record(self, ref: BatchRef) -> None:
@@ -230,11 +215,14 @@ class RolloutSource(CursorSource):
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards = torch.tensor([reward for group in groups for reward in group.rewards])
         lengths = torch.tensor([float(sum(rollout.said.own)) for rollout in rollouts])
-        found = {
+        judged = {
             "reward": _mean(rewards),
             "reward_std": Metric(deviation(rewards), float(len(rewards))),
             **{f"reward/{name}": _mean(column) for name, column in _by_name(groups).items()},
             "zero_variance_groups": _mean(torch.tensor([float(group.is_flat) for group in groups])),
+        }
+        found = {
+            **(judged if self._rollouts.weights else {}),
             "truncated": _mean(torch.tensor([float(rollout.truncated) for rollout in rollouts])),
             "completion_tokens": _mean(lengths),
             "failed_rollouts": Metric(float(self._failed["rollouts"]), reduce="sum"),
@@ -255,6 +243,34 @@ class RolloutSource(CursorSource):
                 "Take easier or harder prompts, a finer reward or more num_generations_per_prompt",
                 _FLAT_STEPS,
             )
+
+
+def rows_of(rollouts: Sequence[Rollout]) -> tuple[BatchRef, dict[str, Column]]:
+    """As rows to train on, with what `RolloutSource` says of them but the rewards and the places in the file."""
+    asked, said = [rollout.request.prompt_ids for rollout in rollouts], [rollout.said for rollout in rollouts]
+
+    def whole(parts: Iterable[Sequence[float]]) -> list[torch.Tensor]:
+        """Per token, 0 on the prompts."""
+        return [torch.tensor([*[0.0] * len(p), *map(float, part)]) for p, part in zip(asked, parts, strict=True)]
+
+    columns: dict[str, Column] = {
+        "input_ids": [torch.tensor([*p, *each.ids]) for p, each in zip(asked, said, strict=True)],
+        "loss_mask": whole(each.own for each in said),
+        "generator_logprobs": whole(each.logprobs for each in said),
+        "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]),
+        "prompt": [rollout.request.prompt.shown for rollout in rollouts],
+        "source": [rollout.request.prompt.source for rollout in rollouts],
+        "completion": [each.text for each in said],
+        "finish_reason": [str(each.finish_reason) for each in said],
+    }
+    ref = BatchRef(
+        ids=tuple(rollout.request.id for rollout in rollouts),
+        groups=tuple(rollout.request.group for rollout in rollouts),
+        lengths=tuple(len(p) + len(each.ids) for p, each in zip(asked, said, strict=True)),
+        versions=tuple(each.version for each in said),
+        fields=frozenset(),
+    )
+    return ref, columns
 
 
 def _by_name(groups: Sequence[_Group]) -> dict[str, torch.Tensor]:

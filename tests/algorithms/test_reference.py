@@ -331,7 +331,7 @@ def test_a_bad_configuration_costs_no_computation(file: Path, watched: Watched) 
 def test_log_probs_that_are_not_finite_stop_the_start(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = Precomputed._computed
     monkeypatch.setattr(Precomputed, "_computed", lambda *args: {k: v / 0 for k, v in compute(*args).items()})
-    with pytest.raises(NonFiniteError, match="'logprobs' holds"):
+    with pytest.raises(NonFiniteError, match="logprobs are not all finite in sequence 0 of the data set"):
         runs.started(file, *kept(file.parent))
     assert cached_files(file.parent) == []
 

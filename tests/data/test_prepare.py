@@ -319,3 +319,12 @@ def test_smollm2(tmp_path: Path) -> None:
     ).input_ids
     assert dataset.ids(0).tolist() == whole[:-1]
     assert tokenizer.decode(dataset.ids(0)[dataset.loss_mask(0) > 0]) == "5<|im_end|>"
+
+
+def test_the_source_of_a_row_is_kept_where_it_is_a_text(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "completion": "a", "kind": kind} for kind in ("code", None, 5, "maths")]
+    plain = load(write(tmp_path / "a.jsonl", rows))
+    mapped = load(tmp_path / "a.jsonl", columns={"source": "kind"})
+    assert plain.sources == ()
+    assert mapped.sources == ("code", "", "", "maths")
+    assert plain.fingerprint != mapped.fingerprint

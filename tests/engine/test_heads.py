@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ def plainly(logits: torch.Tensor, targets: torch.Tensor, head: Head) -> dict[str
     out["log_sum_sq_probs"] = logprobs.exp().square().sum(-1).log()
     if head.k:
         out["topk_logprobs"], out["topk_ids"] = logprobs.topk(head.k, dim=-1)
+        out["topk_rest"] = torch.log1p(-out["topk_logprobs"].exp().sum(-1))
     return out
 
 
@@ -47,13 +50,60 @@ def test_chunks_equal_the_plain_way(dtype: torch.dtype, tolerance: float, bias: 
     leaves = [hidden, *lm_head.parameters()]
     ours = token_outputs(hidden, targets, lm_head, head)
     theirs = plainly(lm_head(hidden), targets, head)
-    assert set(ours) == {n for n in theirs if n in head.outputs or n.split("_")[0] in head.outputs}
+    assert set(ours) == set(head.names)
     weights = {name: torch.randn_like(ours[name]) for name in ours if name != "topk_ids"}
     sums = [sum((out[n] * w).sum() for n, w in weights.items()) for out in (ours, theirs)]
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance)
     for a, b in zip(torch.autograd.grad(sums[0], leaves), torch.autograd.grad(sums[1], leaves), strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(a, b, rtol=4 * tolerance, atol=4 * tolerance)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the log-probs, about a column."""
+
+    fields: tuple[str, ...] = ("about",)
+    outputs: tuple[str, ...] = ("first", "second")
+
+    def __call__(self, logprobs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        distance = logprobs - columns["about"]
+        return {"first": distance.mean(-1), "second": distance.square().mean(-1)}
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("num_ids", [None, 8])
+def test_a_function_of_whole_distributions(num_ids: int | None) -> None:
+    """In chunks, with its columns; and of the known ids alone, which then have all the probability."""
+    torch.manual_seed(0)
+    lm_head, hidden = nn.Linear(6, 11).double(), torch.randn(18, 6, dtype=torch.float64, requires_grad=True)
+    targets, about = torch.randint(0, 8, (18,)), torch.randn(18, 11, dtype=torch.float64)[:, :num_ids]
+    head = Head(
+        ("logprobs", "topk", "hidden"), temperature=0.7, k=2, known_only=num_ids is not None, function=Moments()
+    )
+    ours = token_outputs(hidden, targets, lm_head, head, num_ids, {"about": about})
+    logits = lm_head(hidden)[:, :num_ids]
+    logprobs = (logits / 0.7).log_softmax(-1)
+    theirs = plainly(logits, targets, Head(temperature=0.7, k=2)) | {"hidden": hidden}
+    theirs |= {"first": (logprobs - about).mean(-1), "second": (logprobs - about).square().mean(-1)}
+    assert set(ours) == set(head.names)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-12)
+    leaves = [hidden, *lm_head.parameters()]
+    grads = [
+        torch.autograd.grad((out["first"] * 3 + out["second"] * about[:, 0]).sum(), leaves) for out in (ours, theirs)
+    ]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_whole_vocabulary_has_nothing_outside_it() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    out = token_outputs(logits, torch.zeros(3, dtype=torch.long), None, Head(("topk",), k=5))
+    assert torch.equal(out["topk_rest"], torch.full((3,), -1e4))
+    (out["topk_rest"].exp() * out["topk_rest"]).sum().backward()
+    assert logits.grad is not None
+    assert not logits.grad.any()
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -126,6 +176,11 @@ def test_wanted_tokens_alone_are_computed(tmp_path: Path) -> None:
     wanted = torch.tensor([[1, 0, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1]])
     everything, some = head(ids, lengths, Head()), head(ids, lengths, Head(), wanted)
     expected = torch.where(wanted != 0, everything["logprobs"], 0.0)
+    hidden = head(ids, lengths, Head(("hidden",)), wanted)["hidden"]
+    assert hidden.shape == (2, 6, 16)
+    assert not hidden[(wanted == 0) | (torch.arange(6) >= lengths[:, None]) | (torch.arange(6) == 0)].any()
+    (at,) = head.logprobs(hidden[:1, 2], Head())
+    torch.testing.assert_close(at[ids[0, 2]], everything["logprobs"][0, 2])
     torch.testing.assert_close(some["logprobs"], expected, rtol=0, atol=1e-6)
 
 

@@ -15,16 +15,33 @@ import yaml
 from rich.console import Console
 
 from surefoot import build, loop
-from surefoot.config import RunConfig
+from surefoot.config import EngineConfig, RunConfig
 from surefoot.config_file import load_algorithm, parse_config
 from surefoot.demo import task
+from surefoot.engine import models
 from surefoot.run import Outcome, Run
+from tests.helpers.tokenizer_kinds import pieces_of_sums
 
 _LORA = {"lora": {"dim": 4, "dropout": 0.1}}
 _GRPO = {
     "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
     "generation": {"max_new_tokens": 4, "num_slots": 4},
     "rewards": [{"name": "length", "target": 20, "unit": "characters"}, {"name": "exact_match"}],
+}
+_TEACHERS = [{"model": "FOLDER/teacher_1"}, {"model": "FOLDER/teacher_2", "weight": 3.0}]
+_DISTILLATION = {
+    "distillation": {"teachers": _TEACHERS[:1], "num_prompts_per_step": 4, "top_k": 3},
+    "generation": {"max_new_tokens": 4, "num_slots": 4},
+    "evaluation": {"num_prompts_per_batch": 4},
+}
+_OFFLINE = {"teachers": _TEACHERS[:1], "val_batch_size": 4}
+_OTHER = {"model": "FOLDER/other", "max_total_sequence_length": 64}
+_CROSS: dict[str, Any] = {
+    "cross_tokenizer": {
+        **{"teachers": [_OTHER], "num_prompts_per_step": 4, "top_k": 20},
+        **{"val_batch_size": 4, "cache": "FOLDER/cache"},
+    },
+    "generation": {"max_new_tokens": 4, "num_slots": 4},
 }
 _PPO = {key: section for key, section in _GRPO.items() if key != "grpo"}
 _DPO = {"beta": 0.5, "val_batch_size": 4}
@@ -47,6 +64,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_GRPO,
             "grpo": {**_GRPO["grpo"], "num_epochs_per_step": 2},
             "policy": {"train_global_batch_size": 2},
+        },
+    ),
+    "distillation": ("distillation", _DISTILLATION),
+    "distillation-mixed": (
+        "distillation",
+        {
+            **_DISTILLATION,
+            "distillation": {
+                **{"teachers": _TEACHERS, "divergence": "jsd", "num_prompts_per_step": 4},
+                **{"student_fraction": 0.5, "others": "teacher"},
+            },
+            "policy": _LORA,
+        },
+    ),
+    "distillation-reward": (
+        "distillation",
+        {
+            **_DISTILLATION,
+            "distillation": {"teachers": _TEACHERS[:1], "num_prompts_per_step": 4, "loss": "reward"},
+            "rewards": _GRPO["rewards"],
+        },
+    ),
+    "distillation-offline": (
+        "distillation_offline",
+        {"distillation_offline": {**_OFFLINE, "top_k": 3, "precompute": True, "cache": "FOLDER/cache"}},
+    ),
+    "cross_tokenizer": ("cross_tokenizer", _CROSS),
+    "cross_tokenizer-offline": (
+        "cross_tokenizer",
+        {
+            **_CROSS,
+            "cross_tokenizer": {
+                **_CROSS["cross_tokenizer"],
+                **{"teachers": [_OTHER, _TEACHERS[1]]},
+                **{"student_fraction": 0, "loss": "projection", "ce_weight": 0.5, "ce_dynamic": True, "top_k": None},
+            },
         },
     ),
     "ppo": ("ppo", {**_PPO, "ppo": {"num_prompts_per_step": 4}}),
@@ -103,7 +156,24 @@ def write_project(folder: Path, *, case: str = "sft", num_rows: int = NUM_ROWS, 
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(_merged(values, extra), sort_keys=False).replace("FOLDER", str(folder)))
+    if algorithm.startswith(("distillation", "cross_tokenizer")):
+        for number in (1, 2):
+            write_model(folder / f"teacher_{number}", file, seed=number)
+    if algorithm == "cross_tokenizer":
+        pieces_of_sums().save_pretrained(folder / "pieces")
+        write_model(folder / "other", file, seed=3, tokenizer=folder / "pieces")
     return file
+
+
+def write_model(folder: Path, file: Path, *, seed: int, tokenizer: Path | None = None, **overrides: Any) -> None:
+    """A model like the configuration's, of other random weights, as a folder with its tokenizer, or with another."""
+    policy = yaml.safe_load(file.read_text())["policy"]
+    init = {"model_init": {**policy["model_init"], "initializer_range": 0.3, **overrides}}
+    named = {"tokenizer": {"name": str(tokenizer)}} if tokenizer is not None else {}
+    section = EngineConfig.model_validate({**policy, **init, **named, "lora": None})
+    loaded = models.load(section, tokenizer=models.load_tokenizer(section), seed=seed)
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
 
 
 def _merged(values: Any, extra: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -204,3 +204,109 @@ def value_rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     values, penalties = ([[random.gauss(0.3, 1.0) * m for m in row] for row in mask] for _ in range(2))
     rewards = [random.gauss(0.0, 1.0) for _ in OWN_TOKENS]
     return torch.tensor(rewards), torch.tensor(values), torch.tensor(penalties), torch.tensor(mask)
+
+
+# ------------------------------------------------------------------------------------- distillation across tokenizers
+
+# Of the student and of the teacher; four tokens are in both.
+GOLD_VOCABULARIES: tuple[dict[str, int], dict[str, int]] = (
+    {"a": 0, "b": 1, "c": 2, "d": 3, "ab": 4, "x": 5, "y": 6},
+    {"b": 0, "a": 1, "c": 2, "abc": 3, "z": 4, "d": 5, "q": 6, "w": 7},
+)
+# Row by row: tokens of the prompt, and where the completion's tokens end, for the student and for the teacher.
+GOLD_ROWS = (((2, (2, 5, 6, 9)), (3, (1, 2, 6, 9))), ((1, (3, 4)), (2, (1, 3, 4))), ((3, (1, 2, 3, 4, 7)), (1, (4, 7))))
+
+
+@dataclass(frozen=True)
+class GoldCase:
+    merge: Literal["observed", "bayesian"] = "observed"
+    beta: float = 0.0
+    weights: tuple[float, float] | None = None
+    temperature: float = 1.0
+    ce_weight: float = 0.0
+    hybrid: bool = True
+
+
+GOLD_CASES: dict[str, GoldCase] = {
+    "observed": GoldCase(),
+    "bayesian": GoldCase("bayesian"),
+    "reverse": GoldCase("bayesian", beta=1.0),
+    "jsd": GoldCase(beta=0.3),
+    "weights": GoldCase(beta=0.5, weights=(0.7, 0.2)),
+    "temperature": GoldCase(temperature=2.0),
+    "cross-entropy": GoldCase("bayesian", ce_weight=0.5),
+    "no common tokens": GoldCase(hybrid=False),
+}
+
+
+@dataclass(frozen=True)
+class GoldSide:
+    """All [rows, tokens, ...]. `labels` are -100 outside the completions; `offsets` the bytes where a token begins and
+    ends."""
+
+    logits: Tensor
+    ids: Tensor
+    labels: Tensor
+    offsets: Tensor
+
+
+def gold_rows() -> tuple[GoldSide, GoldSide]:
+    random = Random(11)
+    sides = []
+    for side, names in enumerate(GOLD_VOCABULARIES):
+        rows_of_side = [row[side] for row in GOLD_ROWS]
+        width = max(prompt + len(ends) for prompt, ends in rows_of_side)
+        logits = [[[random.gauss(0.0, 2.0) for _ in names] for _ in range(width)] for _ in rows_of_side]
+        ids = [[random.randrange(len(names)) for _ in range(width)] for _ in rows_of_side]
+        labels, offsets = [], []
+        for row, (prompt, ends) in zip(ids, rows_of_side, strict=True):
+            rest = width - prompt - len(ends)
+            labels.append([-100] * prompt + row[prompt : prompt + len(ends)] + [-100] * rest)
+            spans = list(zip((0, *ends), ends, strict=False))
+            offsets.append([(0, 0)] * prompt + spans + [(0, 0)] * rest)
+        sides.append(GoldSide(torch.tensor(logits), *(torch.tensor(part) for part in (ids, labels, offsets))))
+    return sides[0], sides[1]
+
+
+# ------------------------------------------------------------------------------------------------------- distillation
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """Hidden states [rows, tokens, width] and heads [vocabulary, width] of both sides; `mask` [rows, tokens]."""
+
+    student: Tensor
+    teacher: Tensor
+    student_head: Tensor
+    teacher_head: Tensor
+    mask: Tensor
+
+
+def distilled() -> Distilled:
+    random = Random(11)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.tensor([random.gauss(0.0, 1.0) for _ in range(math.prod(shape))]).reshape(shape)
+
+    mask = torch.tensor([[0.0, 1, 1, 1, 0], [1, 1, 0, 1, 0]])
+    return Distilled(drawn(2, 5, 4), drawn(2, 5, 3), drawn(9, 4), 1.5 * drawn(9, 3), mask)
+
+
+@dataclass(frozen=True)
+class DistillCase:
+    """`theirs`: which of TRL's functions; "top-k" with the tail cell or without."""
+
+    theirs: str
+    beta: float
+    temperature: float = 1.0
+    top_k: int | None = None
+    tail: bool = True
+
+
+DISTILL_CASES: dict[str, DistillCase] = {
+    **{f"generalized_jsd_loss, {b}": DistillCase("generalized_jsd_loss", b) for b in (0.0, 0.3, 0.5, 1.0)},
+    **{f"generalized_jsd_loss, {b}, T 2": DistillCase("generalized_jsd_loss", b, 2.0) for b in (0.0, 0.3, 1.0)},
+    **{f"chunked, {b}, T 1.5": DistillCase("chunked", b, 1.5) for b in (0.0, 0.3, 1.0)},
+    **{f"top 3 and a tail, {b}": DistillCase("top-k", b, top_k=3) for b in (0.0, 0.3, 1.0)},
+    **{f"top 3 renormalised, {b}": DistillCase("top-k", b, top_k=3, tail=False) for b in (0.0, 0.3, 1.0)},
+}

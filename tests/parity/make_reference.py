@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.parity import torchtune_reference, trl_reference
-from tests.parity.cases import CASES, GAE_CASES, POLICY_CASES, REWARD_CASES
+from tests.parity.cases import CASES, DISTILL_CASES, GAE_CASES, GOLD_CASES, POLICY_CASES, REWARD_CASES
 
 FOLDER = Path(__file__).parent
 
@@ -26,6 +26,8 @@ def main() -> None:
     write("trl_preference", {name: trl_reference.preference(case) for name, case in CASES.items()})
     write("trl_reward", {name: trl_reference.reward(*case) for name, case in REWARD_CASES.items()})
     write("trl_policy", {name: trl_reference.policy(case) for name, case in POLICY_CASES.items()})
+    write("trl_gold", {name: trl_reference.gold(case) for name, case in GOLD_CASES.items()})
+    write("trl_distillation", {name: trl_reference.distillation(case) for name, case in DISTILL_CASES.items()})
     write("torchtune", torchtune())
 
 

@@ -11,7 +11,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tests.parity.cases import LONGEST, MARGINS, SCORES, Case, PolicyCase, policy_rows, rows
+from tests.parity.cases import (
+    GOLD_VOCABULARIES,
+    LONGEST,
+    MARGINS,
+    SCORES,
+    Case,
+    DistillCase,
+    GoldCase,
+    PolicyCase,
+    distilled,
+    gold_rows,
+    policy_rows,
+    rows,
+)
 
 VERSION = "1.16"
 Values: TypeAlias = "dict[str, Any]"
@@ -142,6 +155,43 @@ def policy(case: PolicyCase) -> Values:
     return {"loss": float(loss.detach()), "gradient": torch.stack(grads).tolist(), "metrics": metrics}
 
 
+def distillation(case: DistillCase) -> Values:
+    """`loss`, `gradient` in the student's hidden states and `head_gradient` in its head."""
+    data = distilled()
+    hidden, head = data.student.clone().requires_grad_(), data.student_head.clone().requires_grad_()
+    student, teacher = hidden @ head.t(), data.teacher @ data.teacher_head.t()
+    if case.theirs == "chunked":
+        from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+        sides = (hidden, data.teacher, head, data.teacher_head, data.mask)
+        loss, _, _ = _chunked_divergence_loss(*sides, case.beta, temperature=case.temperature)
+    elif case.theirs == "top-k":
+        loss = _top_k(case, student, teacher, data.mask)
+    else:
+        from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+        labels = torch.where(data.mask != 0, 1, -100)
+        options = {"beta": case.beta, "temperature": case.temperature}
+        loss = GKDTrainer.generalized_jsd_loss(student, teacher, labels, **options)
+    grads = torch.autograd.grad(loss, [hidden, head])
+    return {**_values(loss, grads[0]), "head_gradient": grads[1].tolist()}
+
+
+def _top_k(case: DistillCase, student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """As TRL's server distillation has it for what a server sends of the teacher."""
+    from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket, _jsd_divergence
+
+    assert case.top_k is not None
+    theirs, ids = teacher.log_softmax(-1).topk(case.top_k, dim=-1)
+    ours, valid = student.log_softmax(-1).gather(-1, ids), torch.ones_like(ids, dtype=torch.bool)
+    if case.tail:
+        (ours, cells), (theirs, _) = _add_tail_bucket(ours, valid), _add_tail_bucket(theirs, valid)
+    else:
+        ours, theirs = ours.log_softmax(-1), theirs.log_softmax(-1)
+        cells = valid
+    return _jsd_divergence(ours, theirs, case.beta, cells).sum(-1)[mask != 0].mean()
+
+
 _POLICY_METRICS = {"kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
 _ARGS = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg", "steps_per_generation")
 _POLICY: dict[str, Any] = {
@@ -151,6 +201,41 @@ _POLICY: dict[str, Any] = {
     **{"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_adaptive_entropy": False},
     "vllm_importance_sampling_correction": True,
 }
+
+
+def gold(case: GoldCase) -> Values:
+    """`loss` and `gradient` [rows, tokens, vocabulary] in the student's logits, in our alignment: the logits at a token
+    predict that token. TRL's "bayesian" merge shifts by one, and its "observed" merge does not."""
+    from trl.experimental.gold.gold_trainer import ULDLoss
+
+    student, teacher = gold_rows()
+    config = SimpleNamespace(
+        uld_crossentropy_weight=case.ce_weight,
+        uld_distillation_weight=1.0,
+        uld_student_temperature=case.temperature,
+        uld_teacher_temperature=case.temperature,
+        uld_skip_student_eos=False,
+        uld_skip_teacher_eos=False,
+        use_extended_uld=True,
+        uld_token_merge_strategy=case.merge,
+        uld_use_hybrid_loss=case.hybrid,
+        uld_hybrid_matched_weight=case.weights[0] if case.weights else None,
+        uld_hybrid_unmatched_weight=case.weights[1] if case.weights else None,
+        beta=case.beta,
+    )
+    ours, theirs = (SimpleNamespace(get_vocab=lambda names=names: names) for names in GOLD_VOCABULARIES)
+    logits = student.logits.clone().requires_grad_()
+    shifted = [_one_earlier(x) if case.merge == "bayesian" else x for x in (logits, teacher.logits)]
+    sides = [(side.labels, side.ids, side.offsets) for side in (student, teacher)]
+    labels, ids, offsets = zip(*sides, strict=True)
+    loss = ULDLoss(config, ours, theirs)(*shifted, *labels, *ids, *offsets)
+    loss.backward()
+    assert logits.grad is not None
+    return _values(loss, logits.grad)
+
+
+def _one_earlier(logits: Tensor) -> Tensor:
+    return torch.cat([logits[:, 1:], logits[:, :1] * 0], 1)
 
 
 def _trainer() -> dict[str, Any]:

@@ -29,7 +29,7 @@ from surefoot.rollout.evaluation import evaluate, majority_passes, pass_at_k, vo
 from surefoot.rollout.rewards import RewardError, load_rewards
 from surefoot.rollout.rollouts import Request, Rollout, Rollouts
 from surefoot.rollout.source import RolloutSource
-from surefoot.types import BatchRef, Clock, Completion, Kit, Sampling
+from surefoot.types import BatchRef, Clock, Completion, Kit, Metric, Sampling
 from tests.helpers import tokenizers as tiny
 from tests.helpers.memory_store import saved
 
@@ -483,6 +483,22 @@ def test_evaluation_measures_reward_and_pass_at_k(make: Make) -> None:
     chosen = EvaluationConfig(num_generations_per_prompt=4, pass_at_k=[3], pass_reward="right")
     names = evaluate(kit.rollouts, {"h": kit.train_data}, chosen, nothing)
     assert [name for name in names if name.startswith("pass")] == ["pass@3"]
+
+
+def test_evaluation_without_rewards_measures_what_else_is_asked(make: Make) -> None:
+    """Nothing passes or fails; of 10 prompts, three at a time are handed on with their two completions each."""
+    batches: list[int] = []
+
+    def further(batch: Sequence[Rollout]) -> dict[str, Metric]:
+        batches.append(len(batch))
+        return {"rows": Metric(float(len(batch)), reduce="sum")}
+
+    config = EvaluationConfig(num_generations_per_prompt=2, num_prompts_per_batch=3)
+    _, kit = make(Scripted(sometimes))
+    found = evaluate(kit.rollouts, kit.validation_data, config, nothing, further)
+    names = ["completion_tokens", "rows", "truncated"]
+    assert sorted(found) == [*names[:1], *(f"held/{name}" for name in names), *names[1:]]
+    assert batches == [6, 6, 6, 2] and found["rows"].value == found["held/rows"].value == 20.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,346 @@
+"""Distillation between two vocabularies, over chunks: runs of tokens on both sides that are the same bytes of a text.
+
+Two losses, and a third for a teacher that has the student's own vocabulary. What a teacher says of a chunk comes as a
+`Target`: its k likeliest ids, their log-probs, and the log of the mass outside; k may be its whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from surefoot.losses.distill import Divergence, cells, log_mass_outside
+from surefoot.types import Metric, Metrics, merge_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOOR = math.log(1e-8)  # smaller probabilities count as this, as in GOLD
+Merge: TypeAlias = Literal["observed", "bayesian"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Which tokens make up each chunk; chunks follow each other.
+
+    Attributes:
+        number: int64 [tokens]: the chunk of each token, from 0.
+        first, last: int64 [chunks]: its first and last token.
+    """
+
+    number: Tensor
+    first: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor) -> Spans:
+        """`keys` [tokens]: equal for neighbours of one chunk."""
+        _, number, sizes = torch.unique_consecutive(keys, return_inverse=True, return_counts=True)
+        ends = sizes.cumsum(0)
+        return cls(number, ends - sizes, ends - 1)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Over each chunk's tokens, [chunks, ...] of [tokens, ...]."""
+        return values.new_zeros(len(self.first), *values.shape[1:]).index_add(0, self.number, values)
+
+    def means(self, values: Tensor) -> Tensor:
+        sizes = (self.last - self.first + 1).to(values.dtype)
+        return self.sums(values) / sizes.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def merged(logprobs: Tensor, own: Tensor, spans: Spans, how: Merge) -> Tensor:
+    """GOLD's distribution of each chunk [chunks, cells], as logs whose sum need not be 1: that of one of its tokens,
+    times the probabilities of the others. "observed" takes the first token's distribution, so that both sides speak of
+    what follows the same bytes; "bayesian" takes the last one's.
+
+    Args:
+        logprobs: [tokens, cells].
+        own: [tokens], log-probs of the tokens themselves.
+    """
+    at = spans.first if how == "observed" else spans.last
+    own = own.clamp(min=FLOOR)
+    return logprobs[at] + (spans.sums(own) - own[at])[:, None]
+
+
+def mean_target(ids: Tensor, logprobs: Tensor, rest: Tensor, spans: Spans, vocabulary: int) -> Target:
+    """The mean of the distributions of each chunk's tokens, cut to the k likeliest ids again.
+
+    Args:
+        ids, logprobs: [tokens, k].
+        rest: [tokens].
+    """
+    whole = spans.means(logprobs.new_zeros(len(ids), vocabulary).scatter_(1, ids, logprobs.exp()))
+    kept, kept_ids = whole.topk(ids.shape[1])
+    outside = whole.sum(1) - kept.sum(1) + spans.means(rest.exp())
+    return Target(kept_ids, kept.log().clamp(min=FLOOR), outside.clamp(min=0.0).log().clamp(min=FLOOR))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A teacher's distribution of each chunk: `ids` and `logprobs` [chunks, k], `rest` [chunks]: the log of the mass of
+    all other ids."""
+
+    ids: Tensor
+    logprobs: Tensor
+    rest: Tensor
+
+
+class ChunkLoss(Protocol):
+    """One number per chunk, [chunks], by name; "loss" is what is minimised."""
+
+    def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
+        """
+        Args:
+            logprobs: [tokens, vocabulary], the student's, of the chunks' tokens.
+            own: [tokens], of the tokens themselves.
+        """
+
+
+@dataclass(frozen=True)
+class Gold:
+    """GOLD's hybrid loss (TRL 1.16, `ULDLoss`): the divergence over byte-identical tokens, and the L1 distance of the
+    sorted probabilities of all others, each by its weight. A chunk of several tokens is `merged`.
+
+    With the teacher's top k, as many of the student's likeliest other tokens are compared as the teacher has among its
+    k; the mass outside is one more cell of the divergence.
+
+    Attributes:
+        to_student: int64 [teacher's vocabulary]: the byte-identical id, or -1.
+        others: int64 [n]: the student's ids that have no counterpart.
+        weights: of the divergence and of the distance; GOLD's own are the share of the teacher's tokens with a
+            counterpart, and the rest.
+        whole: the targets hold the teacher's whole vocabulary.
+    """
+
+    divergence: Divergence
+    to_student: Tensor
+    others: Tensor
+    weights: tuple[float, float]
+    merge: Merge = "observed"
+    whole: bool = True
+
+    @classmethod
+    def of(
+        cls, same: Tensor, sizes: tuple[int, int], weights: tuple[float, float] | None = None, **options: Any
+    ) -> Gold:
+        """`same` [2, n]: byte-identical ids of student and teacher. `sizes`: of the two vocabularies."""
+        to_student = torch.full((sizes[1],), -1)
+        to_student[same[1]] = same[0]
+        others = torch.ones(sizes[0], dtype=torch.bool)
+        others[same[0]] = False
+        share = same.shape[1] / max(sizes[1], 1)
+        return cls(
+            to_student=to_student, others=others.nonzero()[:, 0], weights=weights or (share, 1 - share), **options
+        )
+
+    def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
+        student = merged(logprobs, own, spans, self.merge)
+        counterpart = self.to_student.to(target.ids.device)[target.ids]
+        same = counterpart >= 0
+        ours = student.gather(1, counterpart.clamp(min=0))
+        theirs = target.logprobs.exp().masked_fill(same, 0.0).sort(1, descending=True).values
+        other = student[:, self.others.to(student.device)].exp()
+        if self.whole:
+            other = other.sort(1, descending=True).values
+            width = max(other.shape[1], theirs.shape[1])
+            other, theirs = F.pad(other, (0, width - other.shape[1])), F.pad(theirs, (0, width - theirs.shape[1]))
+        else:
+            other = F.pad(other, (0, max(theirs.shape[1] - other.shape[1], 0))).topk(theirs.shape[1]).values
+            ranks = torch.arange(other.shape[1], device=other.device)
+            other = other.masked_fill(ranks >= (~same).sum(1, keepdim=True), 0.0)
+        distance = (other - theirs).abs().sum(1)
+        cells_s, cells_t = ours.masked_fill(~same, FLOOR), target.logprobs.masked_fill(~same, FLOOR)
+        if not self.whole:
+            total = merged(torch.zeros_like(own)[:, None], own, spans, self.merge).exp()[:, 0]
+            rest = total - ours.exp().masked_fill(~same, 0.0).sum(1) - other.sum(1)
+            cells_s = torch.cat([cells_s, rest.clamp(min=math.exp(FLOOR)).log()[:, None]], 1)
+            cells_t = torch.cat([cells_t, target.rest[:, None]], 1)
+        divergence = self.divergence(cells_s.clamp(min=FLOOR), cells_t.clamp(min=FLOOR))
+        loss = self.weights[0] * divergence + self.weights[1] * distance
+        return {"loss": loss, "matched": divergence, "unmatched": distance}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """P-KL: the student's distribution, carried over to the teacher's vocabulary by a sparse matrix, against the
+    teacher's. Of a chunk of several tokens, both sides' distributions are the means of their tokens'.
+
+    So a student's token that the teacher writes as three counts a third on each of these, and the teacher's mean over
+    its three tokens has a third of its mass near each. What has no counterpart on the other side, and what is outside
+    the teacher's top k, is one more cell on both sides: so the divergence is one of distributions, never negative.
+
+    Attributes:
+        rows, columns, weights: [entries], of the matrix [student, teacher].
+        reached: bool [teacher's vocabulary]: ids that the matrix leads to.
+    """
+
+    divergence: Divergence
+    rows: Tensor
+    columns: Tensor
+    weights: Tensor
+    reached: Tensor
+
+    @classmethod
+    def of(cls, divergence: Divergence, rows: Tensor, columns: Tensor, weights: Tensor, vocabulary: int) -> Projection:
+        """`vocabulary`: the teacher's number of ids."""
+        reached = torch.zeros(vocabulary, dtype=torch.bool)
+        reached[columns] = True
+        return cls(divergence, rows, columns, weights, reached)
+
+    def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
+        student = spans.means(logprobs.exp())
+        rows, columns, weights = (part.to(student.device) for part in (self.rows, self.columns, self.weights))
+        carried = student.new_zeros(len(student), len(self.reached)).index_add(1, columns, student[:, rows] * weights)
+        lost = ~self.reached.to(student.device)[target.ids]
+        kept = carried.gather(1, target.ids)
+        rest = torch.cat([target.logprobs.masked_fill(~lost, -torch.inf), target.rest[:, None]], 1).logsumexp(1)
+        ours = torch.cat([kept, 1 - kept.sum(1, keepdim=True)], 1).clamp(min=math.exp(FLOOR)).log()
+        theirs = torch.cat([target.logprobs.masked_fill(lost, FLOOR), rest[:, None]], 1)
+        return {"loss": self.divergence(ours, theirs.clamp(min=FLOOR))}
+
+
+@dataclass(frozen=True)
+class SameVocabulary:
+    """For a teacher with the student's own tokenizer, each token being a chunk: the divergence itself, as in
+    `surefoot.losses.distill`."""
+
+    divergence: Divergence
+    whole: bool = True
+
+    def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
+        ours, theirs = logprobs.gather(1, target.ids), target.logprobs
+        if not self.whole:
+            ours = cells(ours, log_mass_outside(logprobs, target.ids), tail=True)
+            theirs = cells(theirs, target.rest, tail=True)
+        return {"loss": self.divergence(ours, theirs)}
+
+
+@dataclass(frozen=True)
+class CrossTokenizerLoss:
+    """T² · Σ teachers: weight · mean over chunks of the teacher's loss, + ce_weight · mean over tokens of −log p.
+
+    Reads `input_ids`, `loss_mask` and, of each teacher, the column "<teacher>/chunk" [rows, tokens]: 0 where a token is
+    in no chunk, else the chunk's number in the row, from 1 without gaps; and at the first token of each chunk
+    "<teacher>/ids", "<teacher>/logprobs" [rows, tokens, k] and "<teacher>/rest" [rows, tokens]. The output `logits` is
+    at temperature T. A row without chunks of a teacher has no part in that teacher's mean.
+
+    Attributes:
+        teachers: of each its weight and its loss.
+        reduction: "chunk": all chunks count alike. "sequence": all rows with chunks do, as in GOLD.
+        pooled: one mean over the chunks of all teachers, where each row has one teacher.
+        ce_scale: multiplies the cross-entropy too; what a dynamic weight changes.
+    """
+
+    teachers: Mapping[str, tuple[float, ChunkLoss]]
+    temperature: float = 1.0
+    reduction: Literal["chunk", "sequence"] = "chunk"
+    pooled: bool = False
+    ce_weight: float = 0.0
+    ce_scale: float = 1.0
+    whole_step: ClassVar[bool] = False
+    outputs: ClassVar[tuple[str, ...]] = ("logits",)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        parts = ("chunk", "ids", "logprobs", "rest")
+        return ("input_ids", "loss_mask", *(f"{teacher}/{part}" for teacher in self.teachers for part in parts))
+
+    def counts(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        found = {"tokens": float((columns["loss_mask"] != 0).sum())} if self.ce_weight else {}
+        for name in self.teachers:
+            chunks = _chunks_of_rows(columns, name)
+            key = self._key(name)
+            found[key] = found.get(key, 0.0) + float((chunks if self.reduction == "chunk" else chunks > 0).sum())
+        return found
+
+    def _key(self, name: str) -> str:
+        return "chunks" if self.pooled else f"chunks/{name}"
+
+    def __call__(
+        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], *, norm: Mapping[str, float]
+    ) -> tuple[Tensor, Metrics]:
+        """The rows' share of the step's loss, and these metrics:
+
+        - `loss`: what is minimised; `distillation`: the same without the cross-entropy;
+        - `loss/<teacher>`, with gold `matched/<teacher>` and `unmatched/<teacher>`: means over chunks, before weight
+          and T²;
+        - `nll`: mean over the trained tokens, at temperature 1;
+        - `chunk_tokens`: the student's tokens per chunk;
+        - `num_tokens`, `skipped_rows` (without any chunk): sums.
+        """
+        mask = columns["loss_mask"] != 0
+        tokens, nll = float(mask.sum()), self._nll(out["logits"], columns["input_ids"], mask)
+        distillation = out["logits"].new_zeros(())
+        metrics: dict[str, Metric] = {}
+        for name, (weight, loss) in self.teachers.items():
+            chunk = _Chunk.tokens(columns[f"{name}/chunk"])
+            values = self._of(name, loss, chunk, out["logits"], columns)
+            each = chunk.shares if self.reduction == "sequence" else torch.ones_like(chunk.shares)
+            mean = (values["loss"] * each).sum() / (norm[self._key(name)] or 1.0)
+            distillation = distillation + self.temperature**2 * weight * mean
+            metrics |= {f"{key}/{name}": _mean(value.sum(), len(value)) for key, value in values.items()}
+            sizes = {"chunk_tokens": _mean(chunk.spans.last - chunk.spans.first + 1, len(chunk.shares))}
+            metrics = merge_metrics([metrics, sizes])
+        ce = self.ce_weight * self.ce_scale * nll / norm["tokens"] if self.ce_weight and norm["tokens"] else 0.0
+        total = distillation + ce
+        own, whole = sum(self.counts(columns).values()), sum(norm.values())
+        named = {"loss": total, "distillation": distillation}
+        chunks = torch.stack([_chunks_of_rows(columns, name) for name in self.teachers])
+        return total, {
+            **{name: _mean(value * whole, own) for name, value in named.items()},
+            "nll": _mean(nll, tokens),
+            **metrics,
+            "num_tokens": Metric(tokens, reduce="sum"),
+            "skipped_rows": Metric(float((chunks.sum(0) == 0).sum()), reduce="sum"),
+        }
+
+    def _nll(self, logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        """Summed, at temperature 1; without gradient where it is only measured."""
+        with torch.set_grad_enabled(bool(self.ce_weight) and torch.is_grad_enabled()):
+            return F.cross_entropy(logits[mask] * self.temperature, ids[mask], reduction="sum")
+
+    def _of(
+        self, name: str, loss: ChunkLoss, chunk: _Chunk, logits: Tensor, columns: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The chunks' losses, [chunks] each."""
+        logprobs = logits.flatten(0, 1)[chunk.at].log_softmax(-1)
+        own = logprobs.gather(1, columns["input_ids"].flatten()[chunk.at][:, None])[:, 0]
+        first = chunk.at[chunk.spans.first]
+        target = Target(*(columns[f"{name}/{part}"].flatten(0, 1)[first] for part in ("ids", "logprobs", "rest")))
+        return loss(logprobs, own, chunk.spans, target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """The tokens of some rows that are in chunks.
+
+    Attributes:
+        at: int64 [tokens], places in the flattened rows.
+        shares: [chunks]: 1 / the number of chunks in the row.
+    """
+
+    at: Tensor
+    spans: Spans
+    shares: Tensor
+
+    @classmethod
+    def tokens(cls, chunk: Tensor) -> _Chunk:
+        """`chunk` int64 [rows, tokens]: 0, or the number in the row from 1 on."""
+        at = chunk.flatten().nonzero().squeeze(1)
+        row = at // max(chunk.shape[1], 1)
+        spans = Spans.of(row * (chunk.shape[1] + 1) + chunk.flatten()[at])
+        return cls(at, spans, 1 / chunk.amax(1)[row[spans.first]].float())
+
+
+def _chunks_of_rows(columns: Mapping[str, Tensor], name: str) -> Tensor:
+    """int64 [rows]."""
+    return columns[f"{name}/chunk"].amax(1)
+
+
+def _mean(total: Tensor, weight: float) -> Metric:
+    return Metric(float(total.detach().sum()) / weight if weight else 0.0, weight=weight)

@@ -1,0 +1,101 @@
+"""Rollouts of which some are not the student's: those prompts are answered by the data set, or by another model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from surefoot.data.encode import Encoder
+from surefoot.data.rows import BadRow, Prompt, Row
+from surefoot.errors import DataError
+from surefoot.rollout.config import RolloutAlgorithmConfig
+from surefoot.rollout.conversations import Said
+from surefoot.rollout.rollouts import Request, Rollout
+from surefoot.rollout.source import RolloutSource
+from surefoot.seeds import derive_seed
+from surefoot.types import Kit, Poll
+
+
+class MixedSource(RolloutSource):
+    """Which prompts the policy answers is drawn for each, from (seed, group) alone.
+
+    Args:
+        policy_fraction: the share of prompts that it answers.
+        others: models that were lent to the rollouts, with the weights that each prompt's is drawn by; none: the
+            data set's column `answer`.
+
+    Raises:
+        DataError: a prompt has no answer.
+    """
+
+    def __init__(
+        self, kit: Kit, config: RolloutAlgorithmConfig, *, policy_fraction: float, others: Sequence[tuple[str, float]]
+    ) -> None:
+        super().__init__(kit, config)
+        self._seed, self._fraction, self._others = kit.config.seed, policy_fraction, list(others)
+        self._answers = Answers(kit)
+        without = [prompt.where for prompt in kit.train_data.prompts if not has_answer(prompt)]
+        if without and not others and policy_fraction < 1:
+            raise DataError(
+                f"{without[0]} has no text as its `answer`, nor have {len(without) - 1} others, and the data set is to "
+                "answer prompts: `columns: {answer: their_name}` maps another name"
+            )
+
+    def _answered(self, requests: Sequence[Request], version: int, poll: Poll) -> list[Rollout]:
+        by_model: dict[str, list[Request]] = {}
+        for request in requests:
+            by_model.setdefault(self._model(request.group), []).append(request)
+        found: dict[str, Rollout] = {}
+        for model, asked in by_model.items():
+            if model:
+                answers = self._rollouts.sample(asked, self._rollouts.sampling, poll, model)
+            else:
+                answers = [self._answers(request) for request in asked]
+            for rollout in answers:
+                rollout.said.version = version
+                found[rollout.request.id] = rollout
+        return [found[request.id] for request in requests if request.id in found]
+
+    def _model(self, group: str) -> str:
+        """Empty: the data set."""
+        if self._drawn("policy", group) < self._fraction:
+            return "policy"
+        total, place = sum(weight for _, weight in self._others), self._drawn("other", group)
+        for name, weight in self._others:
+            place -= weight / total
+            if place < 0:
+                return name
+        return self._others[-1][0] if self._others else ""
+
+    def _drawn(self, purpose: str, group: str) -> float:
+        """In [0, 1)."""
+        return derive_seed(self._seed, "mixture", purpose, group) / 2**63
+
+
+class Answers:
+    """Prompts with the answers of their column `answer`, as training on the two would have them."""
+
+    def __init__(self, kit: Kit) -> None:
+        self._encoder = Encoder(kit.tokenizer, kit.config.data, kit.config.policy.max_total_sequence_length)
+
+    def __call__(self, request: Request) -> Rollout:
+        """Raises `DataError` when the answer cannot be rendered."""
+        prompt, text = request.prompt, request.prompt.columns["answer"]
+        if prompt.messages is None:
+            row = Row(prompt.where, prompt=str(prompt.given), completion=text)
+        else:
+            asked = [{"role": "user", "content": prompt.given}] if isinstance(prompt.given, str) else prompt.given
+            row = Row(prompt.where, [*asked, {"role": "assistant", "content": text}], 1, prompt.tools)
+        found = self._encoder.encode(row)
+        if isinstance(found, BadRow) or not found:
+            raise DataError(f"{prompt.where}: its answer cannot be trained on: {found or 'the template hides it'}")
+        ids, own = found[-1].ids.tolist(), found[-1].mask.tolist()
+        first = own.index(True) if True in own else len(ids)
+        said = Said(ids[first:], own[first:], [0.0] * (len(ids) - first), [{"role": "assistant", "content": text}])
+        said.finish_reason = "length" if found[-1].length > len(ids) else "stop"
+        return Rollout(replace(request, prompt_ids=ids[:first]), said)
+
+
+def has_answer(prompt: Prompt) -> bool:
+    answer = prompt.columns.get("answer")
+    return isinstance(answer, str) and bool(answer)
