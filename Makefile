@@ -32,6 +32,8 @@ torture: $(READY)
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engine.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sampler.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/grpo.py
 
 size:
 	@$(PYTHON) tools/size.py
