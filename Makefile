@@ -34,6 +34,8 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engine.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/distillation.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/alignment.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sampler.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/grpo.py
 
 size:
 	@$(PYTHON) tools/size.py

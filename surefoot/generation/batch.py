@@ -44,8 +44,8 @@ class SlotBatch:
 
     def advance(self, waiting: deque[Request]) -> None:
         """Let in whom there is room for, then give every running request one more token."""
-        if any(request.future.cancelled() for request in self.active):
-            self._keep([request for request in self.active if not request.future.cancelled()])
+        if any(request.cancelled for request in self.active):
+            self._keep([request for request in self.active if not request.cancelled])
         while waiting and len(self.active) < self._cache.slots:
             self._begin(waiting)
         if self.active:
@@ -70,7 +70,7 @@ class SlotBatch:
         """Take as many requests as there are free slots and draw their first tokens."""
         running, room = self.active, self._cache.slots - len(self.active)
         taken = [waiting.popleft() for _ in range(min(room, len(waiting)))]
-        taken = [request for request in taken if not request.future.cancelled()]
+        taken = [request for request in taken if not request.cancelled]
         if not taken:
             return
         self._keep(running + taken)  # an error must reach them

@@ -26,7 +26,7 @@ class PlainBatch:
     def advance(self, waiting: deque[Request]) -> None:
         """Run a whole batch to its end."""
         taken = [waiting.popleft() for _ in range(min(self._slots, len(waiting)))]
-        self.active = [request for request in taken if not request.future.cancelled()]
+        self.active = [request for request in taken if not request.cancelled]
         if not self.active:
             return
         run = _Run(self.active, self.version, self._model.device)
@@ -72,7 +72,7 @@ class _Run:
         for row, (token, logprob) in enumerate(zip(ids.tolist(), logprobs.tolist(), strict=True)):
             request = self._requests[row]
             if not self._over[row]:
-                self._over[row] = request.add(token, logprob, self._version) or request.future.cancelled()
+                self._over[row] = request.add(token, logprob, self._version) or request.cancelled
         return torch.zeros_like(logits).scatter_(1, ids[:, None], 1.0)
 
     def done(self, input_ids: Tensor, scores: Any) -> Tensor:

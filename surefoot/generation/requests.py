@@ -30,6 +30,7 @@ class Request:
     slot: place in the running batch; -1 outside it.
     keys: length of the cache's part that it attends to.
     start: its prompt's keys and values, until they are in the cache; [layers, 2, heads, tokens, head_dim].
+    length: tokens of the prompt and so far. Like `cancelled`, asked for every request in every turn.
     """
 
     prompt: tuple[int, ...]
@@ -43,10 +44,15 @@ class Request:
     slot: int = -1
     keys: int = 0
     start: Tensor | None = None
+    length: int = field(init=False)
+    cancelled: bool = False
 
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.ids)
+    def __post_init__(self) -> None:
+        self.length = len(self.prompt)
+        self.future.add_done_callback(self._ended)
+
+    def _ended(self, future: Future[Completion]) -> None:
+        self.cancelled = future.cancelled()
 
     def add(self, token: int, logprob: float, version: int) -> bool:
         """Take a token. True when the sample is done, and handed over.
@@ -61,6 +67,7 @@ class Request:
             )
         self.ids.append(token)
         self.logprobs.append(logprob)
+        self.length += 1
         if token in self.sampling.stop_ids or (self.stopped is not None and self.stopped(self.ids)):
             return self._finish("stop", version)
         if len(self.ids) == self.limit:
