@@ -27,6 +27,7 @@ from surefoot.errors import SurefootError
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
+_IMPORT_PATIENCE_S = 600.0  # reading all that from disk, on a busy machine
 # What a first run imports besides: else every child would.
 _IMPORTS = (
     "surefoot.cli",
@@ -44,7 +45,7 @@ class Child:
         self.pid = pid
         self._server, self._log = server, log
         self._status: int | None = None
-        self._waiting = False
+        self._waiting: int | None = None
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # ended, and waited for, a moment ago
@@ -63,11 +64,10 @@ class Child:
     def wait_a_little(self, timeout_s: float) -> int | None:
         """The same; `None` if it has not ended by then."""
         if self._status is None:
-            if not self._waiting:
-                self._server.send({"wait": self.pid})
-                self._waiting = True
+            if self._waiting is None:
+                self._waiting = self._server.send({"wait": self.pid})
             try:
-                self._status = self._server.answer(timeout_s)["status"]
+                self._status = self._server.answer(self._waiting, timeout_s)["status"]
             except TimeoutError:
                 return None
         return self._status
@@ -96,9 +96,10 @@ class ForkServer:
             stdout=subprocess.PIPE,
             bufsize=0,
         )
-        self._unread = b""
+        self._unread, self._sent = b"", 0
 
     def __enter__(self) -> ForkServer:
+        self.answer(0, _IMPORT_PATIENCE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,17 +110,27 @@ class ForkServer:
         """Run `target(*args)` in a child. `target` is a module's function, the arguments go through JSON; the child's
         exit status is what `target` returns, or 1 after an exception, whose traceback is in the log."""
         plain = [str(arg) if isinstance(arg, Path) else arg for arg in args]
-        self.send({"module": target.__module__, "function": target.__qualname__, "args": plain, "log": str(log)})
-        return Child(self, self.answer()["pid"], log)
+        job = {"module": target.__module__, "function": target.__qualname__, "args": plain, "log": str(log)}
+        return Child(self, self.answer(self.send(job))["pid"], log)
 
     def call(self, target: Callable[..., Any], *args: Any, log: Path) -> int:
         return self.start(target, *args, log=log).wait()
 
-    def send(self, request: dict[str, Any]) -> None:
+    def send(self, request: dict[str, Any]) -> int:
+        """Returns the number that its answer carries."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._sent += 1
+        self._process.stdin.write(json.dumps({**request, "number": self._sent}).encode() + b"\n")
+        return self._sent
 
-    def answer(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+    def answer(self, number: int, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+        """Of the request of this number, or with 0 that the server is ready. Late answers to others, which nobody waits
+        for any more, are passed over. Raises `TimeoutError`."""
+        while (found := self._next_answer(timeout_s))["number"] != number:
+            pass
+        return found
+
+    def _next_answer(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._unread:
@@ -172,6 +183,7 @@ def _serve() -> None:
         importlib.import_module(name)
     for algorithm in algorithm_names():
         load_algorithm(algorithm)
+    answers.write(json.dumps({"number": 0}) + "\n")
     for line in _lines():
         request = json.loads(line)
         if "wait" in request:
@@ -182,7 +194,7 @@ def _serve() -> None:
             if pid == 0:
                 _work(request)
             answer = {"pid": pid}
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps({**answer, "number": request["number"]}) + "\n")
 
 
 def _lines() -> Iterator[bytes]:
