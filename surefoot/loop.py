@@ -40,7 +40,8 @@ def train(run: Run) -> Outcome:
             except StopRequested as stop:
                 outcome = Outcome(0, stop.reason, stop.exit_code)
             if clock.step == started and outcome.exit_code == 0:
-                where = f"the run is at step {clock.step}; raise that limit to go on"
+                limits = " and ".join(limits_reached(run)) or "that limit"
+                where = f"the run is at step {clock.step}; raise {limits} to go on"
                 raise NothingTrained(f"no training step was done: {outcome.reason}, {where}")
             if clock.step > started:
                 _save_if_due(run, final=True)
@@ -50,6 +51,13 @@ def train(run: Run) -> Outcome:
     finally:
         run.source.close()
     return Outcome(clock.step - started, outcome.reason, outcome.exit_code)
+
+
+def limits_reached(run: Run) -> list[str]:
+    """The keys that have ended the run by themselves. Unless they are raised, a resume does nothing."""
+    steps = run.limits.max_num_steps
+    reached = [] if steps is None or run.clock.step < steps else ["max_num_steps"]
+    return [*reached, "max_num_epochs"] if run.source.exhausted else reached
 
 
 def _turn(run: Run, poll: Poll) -> str:

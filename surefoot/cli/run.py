@@ -63,5 +63,8 @@ def _turn(run: object) -> None:
     typer.echo(f"{outcome.reason}; {outcome.steps} steps done, the run is at step {run.clock.step}")
     saved = run.checkpoints.get_latest_checkpoint_path()
     if saved is not None:
-        typer.echo(f"saved as {saved}; to go on: surefoot resume {shlex.quote(run.kit.config.run_dir)}")
+        config = run.kit.config
+        further = "".join(f" {key}={2 * getattr(config, key)}" for key in loop.limits_reached(run))
+        going_on = "to go on, for longer" if further else "to go on"
+        typer.echo(f"saved as {saved}; {going_on}: surefoot resume {shlex.quote(config.run_dir)}{further}")
     raise typer.Exit(outcome.exit_code)

@@ -41,3 +41,20 @@ def test_an_impossible_path_is_an_error_without_a_traceback(
 def test_the_version_is_that_of_the_package() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"surefoot {metadata.version('surefoot')}\n")
+
+
+@pytest.mark.parametrize(
+    ("limits", "longer"),
+    [
+        (["max_num_steps=2"], " max_num_steps=4"),
+        (["max_num_steps=null", "max_num_epochs=1"], " max_num_epochs=2"),
+        (["max_num_steps=5", "max_num_epochs=1"], " max_num_steps=10 max_num_epochs=2"),
+    ],
+)
+def test_a_run_at_its_limit_says_how_to_go_on(memory_path: Path, limits: list[str], longer: str) -> None:
+    file, run_dir = runs.write_project(memory_path), memory_path / "run"
+    ended = CliRunner().invoke(app, ["train", str(file), f"run_dir={run_dir}", *limits])
+    assert ended.exit_code == 0
+    command = f"surefoot resume {run_dir}{longer}"
+    assert f"to go on, for longer: {command}" in ended.output
+    assert CliRunner().invoke(app, command.split()[1:]).exit_code == 0
