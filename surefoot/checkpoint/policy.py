@@ -31,9 +31,9 @@ class SavePolicy:
             return None
         if val_period and self.save_period % val_period == 0:
             return None
-        period = f"every {val_period} steps" if val_period else "never (val_period is 0)"
+        period = f"every {val_period} steps" if val_period else "at most at the start and the end (val_period is 0)"
         return (
             f"checkpoints are ranked by {metric_name}, but validation runs {period} and saves come every "
             f"{self.save_period} steps: a checkpoint without a validation at its own step ranks worst. "
-            f"Make save_period a multiple of val_period."
+            f"{'Make' if val_period else 'Set val_period, and make'} save_period a multiple of val_period."
         )
