@@ -99,5 +99,5 @@ def test_a_save_period_that_misses_validations_is_told() -> None:
     assert policy.missed_validations("val:acc", 2) is None
     assert policy.missed_validations("train:loss", 0) is None
     assert policy.missed_validations(None, 3) is None
-    for val_period, words in ((3, "every 3 steps"), (8, "every 8 steps"), (0, "never")):
+    for val_period, words in ((3, "every 3 steps"), (8, "every 8 steps"), (0, "Set val_period")):
         assert words in (policy.missed_validations("val:acc", val_period) or "")
