@@ -161,7 +161,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except FileNotFoundError:
         if not os.path.lexists(checkpoint):
             raise CorruptCheckpoint(f"there is no checkpoint {checkpoint}, or no longer") from None
-        raise CorruptCheckpoint(f"{checkpoint} has no {MANIFEST_FILE}: it is not a complete checkpoint") from None
+        inside = checkpoint / "checkpoints"
+        hint = f"; those of a run are in {inside}, as step_N" if inside.is_dir() else ""
+        raise CorruptCheckpoint(f"{checkpoint} has no {MANIFEST_FILE}: it is not a complete checkpoint{hint}") from None
     except OSError as error:
         raise CorruptCheckpoint(f"{path} cannot be read: {error}") from error
     except ValueError as error:

@@ -51,3 +51,9 @@ def test_what_a_run_prunes_meanwhile_is_not_reported_as_broken(
 def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="there is no checkpoint"):
         ckpt.diff(tmp_path / "step_2", tmp_path / "step_2", as_json=False)
+
+
+def test_where_a_runs_checkpoints_are_is_said(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CorruptCheckpoint, match=r"those of a run are in .*/checkpoints, as step_N"):
+        ckpt.diff(tmp_path, tmp_path, as_json=False)
