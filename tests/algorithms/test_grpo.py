@@ -295,7 +295,7 @@ def test_all_cut_off_and_filtered_trains_nothing(file: Path, settings: tuple[str
 
 def test_a_generator_that_fails_ends_the_run(file: Path) -> None:
     run = runs.started(file, "val_period=0", "checkpointing.save_period=1")
-    sampler: Any = run.kit.rollouts._generator
+    sampler: Any = run.kit.rollouts._generators["policy"]
     generate, calls = sampler.generate, []
 
     async def failing(*args: Any, **options: Any) -> Any:

@@ -12,7 +12,8 @@ from tests.helpers import runs
 
 @pytest.mark.parametrize("algorithm", algorithm_names())
 def test_measures(algorithm: str, tmp_path: Path) -> None:
-    file = runs.write_project(tmp_path, case=algorithm)
+    case = next(case for case, (name, _) in runs.CASES.items() if name == algorithm)
+    file = runs.write_project(tmp_path, case=case)
     runs.trained(file, "max_num_steps=1", "val_at_end=true", "checkpointing.enabled=false")
     line = runs.metric_lines(tmp_path / "run")[-1]
     assert line.pop("kind") == "val"
