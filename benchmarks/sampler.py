@@ -123,10 +123,10 @@ SIDES = {"surefoot": surefoot, "generate": generate}
 
 def grown(case: Case, side: str) -> int:
     """KiB of peak memory on top of the loaded model."""
-    turn = SIDES[side](case, case.load())
+    model = case.load()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is there now
     before = peak_kib()
-    turn()
+    SIDES[side](case, model)()
     return peak_kib() - before
 
 
