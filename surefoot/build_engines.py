@@ -14,13 +14,13 @@ from surefoot.config import EngineConfig, RunConfig, TokenizerConfig
 from surefoot.data.encode import num_ids
 from surefoot.data.prepare import Dataset
 from surefoot.engine import models
-from surefoot.engine.folder import fingerprint
 from surefoot.engine.frozen import require_same_frozen
 from surefoot.engine.local import LocalEngine
 from surefoot.engine.models import LoadedModel
 from surefoot.engine.precomputed import Precomputed, Rows
 from surefoot.errors import ResumeRefused
 from surefoot.types import Cache, DataPlane, Engine, EngineSpec
+from surefoot.weights import fingerprint
 
 
 @dataclass

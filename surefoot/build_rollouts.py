@@ -19,7 +19,7 @@ from surefoot.data.encode import Encoder
 from surefoot.data.prepare import Dataset
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import lora, models
-from surefoot.engine.folder import GENERATION_FILE, fingerprint, weights_by_name
+from surefoot.engine.folder import GENERATION_FILE, weights_by_name
 from surefoot.engine.local import LocalEngine
 from surefoot.generation.torch_sampler import TorchSampler
 from surefoot.generation.vllm import VLLMSampler, require_vllm
@@ -30,6 +30,7 @@ from surefoot.rollout.rewards import load_rewards
 from surefoot.rollout.rollouts import Rollouts
 from surefoot.rollout.turns import check_turns
 from surefoot.types import Generator, Sampling
+from surefoot.weights import fingerprint
 
 _log = logging.getLogger(__name__)
 

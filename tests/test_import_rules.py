@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "seeds": set(),
     "metrics": set(),
+    "weights": set(),
     "types": {"errors", "metrics"},
     "config": EVERYONE,
     "config_file": PARSED,
@@ -32,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "losses": RECORDS,
     "advantages": {"types", "errors"},
     "alignment": {"types", "errors"},
-    **dict.fromkeys(SERVICES, PARSED),
+    **dict.fromkeys(SERVICES, {"weights"} | PARSED),
     "rollout": {"data", "advantages"} | PARSED,
     "algorithms": {"losses", "advantages", "alignment", *SERVICES, "rollout"} | PARSED,
 }

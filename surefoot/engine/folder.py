@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -81,15 +80,6 @@ def unpacked(files: Mapping[str, bytes]) -> Iterator[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
         yield Path(folder)
-
-
-def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Of names, dtypes, shapes and every bit."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _moved_settings(model: Any) -> bool:

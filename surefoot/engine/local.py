@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surefoot.config import EngineConfig
 from surefoot.engine.batching import MicroBatch, joined, micro_batches, optimizer_steps
-from surefoot.engine.folder import WEIGHTS_FILE, by_name, fingerprint, weights_by_name
+from surefoot.engine.folder import WEIGHTS_FILE, by_name, weights_by_name
 from surefoot.engine.frozen import BaseView, frozen_writer, require_same_base, require_same_frozen
 from surefoot.engine.heads import ModelHead
 from surefoot.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_weights, base_weights, merged_weights
@@ -36,6 +36,7 @@ from surefoot.types import (
     Writer,
     merge_metrics,
 )
+from surefoot.weights import fingerprint
 
 
 class LocalEngine:

@@ -35,7 +35,6 @@ from surefoot.engine.folder import (
     GENERATION_FILE,
     WEIGHTS_FILE,
     adapter_files,
-    fingerprint,
     read_generation_config,
     small_files,
     unpacked,
@@ -46,6 +45,7 @@ from surefoot.engine.optimizer import copy_exactly
 from surefoot.errors import ModelError, ResumeRefused
 from surefoot.seeds import derive_seed
 from surefoot.types import Reader
+from surefoot.weights import fingerprint
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What every generator checks of a model and of its weights, and the checksum by which they are told apart."""
+"""What every generator checks of a model and of its weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from surefoot.errors import ModelError
@@ -33,12 +32,3 @@ def check_weights(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Non
     if wrong:
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise ModelError(f"the weights assigned to the sampler do not fit: {'; '.join(sorted(wrong)[:5])}{more}")
-
-
-def checksum(weights: Mapping[str, Tensor]) -> str:
-    """Over names, dtypes, shapes and every bit, as the engine's fingerprint."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return str(digest.hexdigest())

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from surefoot.generation.choice import batch_for
-from surefoot.generation.fit import check_length, check_weights, checksum
+from surefoot.generation.fit import check_length, check_weights
 from surefoot.generation.requests import Request, Texts, make_request
 from surefoot.types import Completion, Sampling
+from surefoot.weights import fingerprint
 
 
 class TorchSampler:
@@ -197,7 +198,7 @@ class TorchSampler:
                 self._changed.notify_all()
 
     def weights_checksum(self) -> str:
-        return checksum(self._weights)
+        return fingerprint(self._weights)
 
     # ------------------------------------------------------------------------------------------------------------- end
 

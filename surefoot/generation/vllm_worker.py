@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from surefoot.generation.fit import checksum
+from surefoot.weights import fingerprint
 
 _SET_PARENT_DEATH_SIGNAL = 1  # linux/prctl.h
 
@@ -41,4 +41,4 @@ class WeightUpdates:
         for module in self.model_runner.get_model().modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
-        return checksum(weights)
+        return fingerprint(weights)

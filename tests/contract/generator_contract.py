@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from surefoot.data_plane.memory import MemoryPlane
-from surefoot.engine.folder import fingerprint, weights_by_name
+from surefoot.engine.folder import weights_by_name
 from surefoot.engine.local import LocalEngine
 from surefoot.errors import ConfigError, DataError, ModelError, NonFiniteError
 from surefoot.types import Completion, Generator, Sampling
+from surefoot.weights import fingerprint
 from tests.engine import tiny
 from tests.generation import kit
 

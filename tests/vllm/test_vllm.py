@@ -22,10 +22,11 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: see `make test-vllm`", allow_module_level=True)
 
 from surefoot import loop
-from surefoot.engine.folder import fingerprint, weights_by_name
+from surefoot.engine.folder import weights_by_name
 from surefoot.errors import ConfigError, ModelError, RolloutError
 from surefoot.generation.vllm import VLLMSampler
 from surefoot.types import Sampling
+from surefoot.weights import fingerprint
 from tests.contract.generator_contract import PROMPTS, GeneratorContract, Pair, call, sample
 from tests.generation import kit
 from tests.helpers import runs
