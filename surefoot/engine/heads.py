@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from surefoot.engine.packing import Packed, can_pack, chosen
 from surefoot.errors import ModelError
 from surefoot.types import Head
 
@@ -40,6 +41,7 @@ class ModelHead:
         self._lm_head: nn.Linear | None = None
         if self._score is None:
             self._lm_head = _separable_head(model, self._base)
+        self._packs = can_pack(model)
 
     def __call__(
         self,
@@ -71,7 +73,7 @@ class ModelHead:
             predicted &= wanted != 0
         places = predicted.flatten().nonzero().squeeze(1)
         # What predicts a token stands one place before it, in the same row.
-        hidden = self._hidden(input_ids, real).flatten(0, 1).index_select(0, places - 1)
+        hidden = self._last(self._base if self._lm_head is not None else self._model, input_ids, real, places - 1)
         read = {
             name: (columns or {})[name].flatten(0, 1)[places]
             for name in (head.function.fields if head.function else ())
@@ -103,19 +105,18 @@ class ModelHead:
 
     def _scalars(self, input_ids: Tensor, real: Tensor) -> Tensor:
         assert self._score is not None
-        hidden = self._base(input_ids=input_ids, attention_mask=real.long(), use_cache=False).last_hidden_state
-        scores = self._score(hidden).squeeze(-1)
+        places = real.flatten().nonzero().squeeze(1)
+        scores = self._score(self._last(self._base, input_ids, real, places)).squeeze(-1)
         scores = scores.float() if scores.dtype == torch.bfloat16 else scores  # autocast's: too coarse to be compared
-        return torch.where(real, scores, torch.zeros_like(scores))
+        return _scatter(scores, places, input_ids.shape)
 
-    def _hidden(self, input_ids: Tensor, real: Tensor) -> Tensor:
-        """What the language-model head reads; the logits themselves where the two cannot be told apart."""
-        mask = real.long()
-        if self._lm_head is None:
-            logits: Tensor = self._model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
-            return logits
-        hidden: Tensor = self._base(input_ids=input_ids, attention_mask=mask, use_cache=False).last_hidden_state
-        return hidden
+    def _last(self, module: nn.Module, input_ids: Tensor, real: Tensor, places: Tensor) -> Tensor:
+        """What `module` puts out first, its last hidden states or its logits, at `places` of the flattened rows."""
+        if not self._packs:
+            out: Tensor = module(input_ids=input_ids, attention_mask=real.long(), use_cache=False)[0]
+            return chosen(out.flatten(0, 1), places)
+        packed = Packed.of(input_ids, real)
+        return chosen(module(**packed.inputs)[0][0], packed.places.flatten()[places])
 
 
 def token_outputs(

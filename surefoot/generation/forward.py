@@ -125,12 +125,7 @@ def _add(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
 
 
 def _rms(x: Tensor, norm: Any) -> Tensor:
-    """As `LlamaRMSNorm`: the norm in float32, the weight in the model's own type."""
-    wide = x.float()
-    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = length.square_().mul_(1 / x.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
-    normed: Tensor = (wide * scale).to(x.dtype)
-    return normed.mul_(norm.weight)
+    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
 
 
 # ------------------------------------------------------------------------------------------------------------- others
