@@ -4,6 +4,10 @@ One thread, both sides in turn, medians; the table gives ratios, and from which 
 what other programs do not change. Peak memory is that of a process of its own, and what of it came after the imports.
 Where TRL is not installed, only the split of our own step is printed.
 
+The last columns compare with a floor: the products of weights and tokens that no implementation can leave out, each
+prompt computed once for all its completions, at the rate of a large product on this machine. "Most" is the ratio that
+a step at that floor would have.
+
 Both train a Llama with random weights on the demo's sums, in float32, with AdamW, the same number of prompts and
 completions, one optimizer step on each batch, a reward by length, and no reference model. TRL checkpoints gradients by
 default; here it keeps all activations, as we do, which is faster.
@@ -198,6 +202,30 @@ def peaks(case: Case, side: str, folder: Path) -> str:
     return f"{peak_kib()} {before}"
 
 
+def floor_s(case: Case, folder: Path) -> float:
+    """Seconds that a step's products take at least: 2 operations per weight and token in a forward pass, 6 with the
+    backward pass; sampling needs the former of every token, training the latter."""
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "num_tokens" in line]
+    completions = statistics.mean(line["num_tokens"] for line in steps)
+    prompts = statistics.mean(line["tokens"] for line in steps) - completions
+    init = case.model_init()
+    width, inner = init["hidden_size"], init["intermediate_size"]
+    weights = init["num_hidden_layers"] * (4 * width**2 + 3 * width * inner)
+    return (2 + 6) * weights * (completions + prompts / SAMPLES) / products_per_s()
+
+
+def products_per_s(size: int = 1024) -> float:
+    """Operations, of one large product in float32 on one thread."""
+    a, b = torch.rand(size, size), torch.rand(size, size)
+    took = []
+    for _ in range(9):
+        began = time.process_time()
+        torch.mm(a, b)
+        took.append(time.process_time() - began)
+    return 2 * size**3 / min(took)
+
+
 def measured(case: Case, folder: Path, rounds: int, command: list[str]) -> list[str]:
     """A line of the table."""
     runs = {side: make(case, folder) for side, make in SIDES.items()}
@@ -206,6 +234,8 @@ def measured(case: Case, folder: Path, rounds: int, command: list[str]) -> list[
     for kind in (0, 1):
         ratios = [per_step(times["trl"], kind) / per_step(times["surefoot"], kind) for times in found]
         cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    floor = floor_s(case, folder)
+    ours_s, theirs_s = (statistics.median(per_step(times[side], 1) for times in found) for side in ("surefoot", "trl"))
     kib = {
         side: [
             int(part)
@@ -216,7 +246,8 @@ def measured(case: Case, folder: Path, rounds: int, command: list[str]) -> list[
         for side in SIDES
     }
     (ours, imported), (theirs, imported_there) = kib["surefoot"], kib["trl"]
-    return [*cells, f"{theirs / ours:.2f}", f"{(theirs - imported_there) / (ours - imported):.2f}"]
+    cells += [f"{theirs / ours:.2f}", f"{(theirs - imported_there) / (ours - imported):.2f}"]
+    return [*cells, f"{floor / ours_s:.0%}", f"{theirs_s / floor:.2f}"]
 
 
 def split(case: Case, folder: Path) -> list[str]:
@@ -253,7 +284,7 @@ def main() -> None:
         if importlib.util.find_spec("trl") is None:
             console.print("TRL is not installed (pip install trl==1.16.0): nothing to compare with")
             return
-        heading = ("case", "time", "processor time", "peak memory", "after imports")
+        heading = ("case", "time", "processor time", "peak memory", "after imports", "floor / surefoot", "most")
         table = Table(*heading, title="GRPO step: TRL / surefoot (above 1: surefoot is faster, or takes less)")
         for number, case in chosen:
             table.add_row(*measured(case, folder, options.rounds, [sys.executable, *sys.argv, f"--case={number}"]))
