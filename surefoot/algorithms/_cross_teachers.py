@@ -1,58 +1,28 @@
-"""The teachers of cross-tokenizer distillation: what their tokens are of the student's, and what they say of rows."""
+"""The teachers of cross-tokenizer distillation: what each says of the rows of a step."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from surefoot.algorithms._cross_reader import reader
 from surefoot.algorithms._teachers import Teachers, chosen
 from surefoot.alignment import align_rows
-from surefoot.checkpoint import TensorCache, cache_home
-from surefoot.data.encode import Encoder, num_ids
-from surefoot.data.retokenize import Retokenizer, Retold, same_tokens
+from surefoot.data.encode import Encoder
+from surefoot.data.retokenize import Retold, same_tokens
 from surefoot.data.rows import RowError
 from surefoot.data.token_bytes import TokenBytes
-from surefoot.data.vocabularies import VocabularyMap, map_vocabulary
-from surefoot.engine.models import has_same_tokenizer
-from surefoot.errors import ModelError
-from surefoot.losses.cross_tokenizer import (
-    ChunkLoss,
-    CrossTokenizerLoss,
-    Gold,
-    Projection,
-    SameVocabulary,
-    chunk_columns,
-    no_chunks,
-)
+from surefoot.losses.cross_tokenizer import CrossTokenizerLoss, chunk_columns, no_chunks
 from surefoot.types import BatchRef, Head, Kit, Metric, Objective
 
 if TYPE_CHECKING:
     from surefoot.algorithms.cross_tokenizer import CrossTokenizerConfig
 
 _log = logging.getLogger(__name__)
-
-_PROBED_TEXTS = 256
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """
-    Attributes:
-        head: what the teacher puts out, on completions alone.
-        retokenize: `None` where its tokenizer is the student's: then it reads the student's own rows, and each token is
-            a chunk.
-    """
-
-    head: Head
-    loss: ChunkLoss
-    retokenize: Retokenizer | None
 
 
 class CrossTeachers(Teachers):
@@ -79,31 +49,9 @@ class CrossTeachers(Teachers):
         """Raises `ModelError` when a teacher's tokenizer cannot be aligned with the student's."""
         super().check(kit)
         student = TokenBytes(kit.tokenizer, Encoder(kit.tokenizer, kit.config.data, 1).stop_ids())
-        self._readers = {name: self._reader(name, student, kit) for name in self._config.names}
-        readers = self._readers.items()
-        self.tokenizers = {n: r.retokenize.teacher.fingerprint if r.retokenize else "the student's" for n, r in readers}
-
-    def _reader(self, name: str, student: TokenBytes, kit: Kit) -> _Reader:
-        config, teacher, tokenizer = self._config, self._config.names[name], kit.tokenizers[name]
-        size = num_ids(tokenizer)
-        head = replace(self.head, k=config.top_k or size, inputs=f"{name}/input_ids", mask=f"{name}/mask")
-        if has_same_tokenizer(kit.tokenizer, tokenizer):
-            return _Reader(head, SameVocabulary(self._form, whole=head.k == size), None)
-        longest = config.specs()[name].max_length or kit.config.policy.max_total_sequence_length
-        retokenize = Retokenizer(student, tokenizer, kit.config.data, longest)
-        vocabulary = known_map(student, retokenize.teacher, Path(config.cache) if config.cache else None)
-        prompts = kit.train_data.prompts
-        texts = [prompt.columns.get("answer") or prompt.shown for prompt in prompts[:_PROBED_TEXTS]]
-        report(teacher.model, vocabulary, retokenize, [text for text in texts if isinstance(text, str) and text])
-        with suppress(RowError):  # of this one row
-            retokenize.prompt_ids(prompts[0])  # raises when there is no chat template for chats
-        if config.loss == "projection":
-            matrix = (vocabulary.rows, vocabulary.columns, vocabulary.weights)
-            return _Reader(head, Projection.of(self._form, *matrix, size), retokenize)
-        given = config.matched_weight, config.unmatched_weight
-        weights = None if given[0] is None or given[1] is None else (given[0], given[1])
-        options = {"divergence": self._form, "merge": config.token_merge or "observed", "whole": head.k == size}
-        return _Reader(head, Gold.of(vocabulary.same, vocabulary.sizes, weights, **options), retokenize)
+        names, config = self._config.names, self._config
+        self._readers = {name: reader(name, self.head, student, config, kit) for name in names}
+        self.tokenizers = {name: each.tokenizer for name, each in self._readers.items()}
 
     def add(self, ref: BatchRef, kit: Kit) -> BatchRef:
         self.metrics = {}
@@ -159,40 +107,3 @@ class CrossTeachers(Teachers):
     def _likelihoods(self, name: str, ref: BatchRef, kit: Kit) -> Tensor:
         columns: Any = kit.plane.get(ref, [f"{name}/likelihood"])
         return torch.as_tensor(columns[f"{name}/likelihood"])
-
-
-def known_map(student: TokenBytes, teacher: TokenBytes, folder: Path | None) -> VocabularyMap:
-    """From the cache, or made and put there. `folder`: default: surefoot/vocabularies in the user's cache."""
-    key = {"student": student.fingerprint, "teacher": teacher.fingerprint, "version": "1"}
-    with TensorCache(folder or cache_home() / "surefoot" / "vocabularies", key).held() as cache:
-        found = cache.read("map")
-        if found is None:
-            found = map_vocabulary(student, teacher).tensors()
-            cache.write("map", found)
-    return VocabularyMap(**found, sizes=(len(student), len(teacher)))
-
-
-def report(model: str, vocabulary: VocabularyMap, retokenize: Retokenizer, texts: Sequence[str]) -> None:
-    """Says how well the two tokenizers go together, on some texts of the data.
-
-    Raises:
-        ModelError: no token of the student's is one of the teacher's, or none of the texts can be aligned.
-    """
-    sides = [tokens.spell_all(texts) for tokens in (retokenize.student, retokenize.teacher)]
-    both = [(a.ends, b.ends) for a, b in zip(*sides, strict=True) if a is not None and b is not None]
-    share = f"{100 * vocabulary.mapped_share:.1f} % of the student's {vocabulary.sizes[0]:,} tokens"
-    if not vocabulary.same.shape[1] or (texts and not both):
-        lost = [sum(text is None for text in side) for side in sides]
-        raise ModelError(
-            f"{model}: its tokenizer and the student's cannot be aligned: byte-identical are {share}; of {len(texts)} "
-            f"texts of the data {lost[0]} are not given back by the student's tokenizer and {lost[1]} by the teacher's "
-            "(it drops spaces or has unknown characters). Take a teacher whose tokenizer is byte-level or falls back "
-            "to bytes"
-        )
-    chunks = align_rows([both])
-    _log.info(
-        "%s has another tokenizer: byte-identical are %s; on %d texts of the data %.1f %% of the chunks are one token "
-        "to one, and %d texts cannot be aligned",
-        *(model, share, len(texts), 100 * chunks.one_to_one / max(chunks.num_chunks, 1)),
-        len(texts) - len(both),
-    )

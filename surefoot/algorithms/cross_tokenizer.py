@@ -75,6 +75,11 @@ class CrossTokenizerConfig(RolloutDistillationConfig):
             raise ValueError("ce_dynamic needs a ce_weight above 0")
         return self
 
+    @property
+    def gold_weights(self) -> tuple[float, float] | None:
+        matched, unmatched = self.matched_weight, self.unmatched_weight
+        return None if matched is None or unmatched is None else (matched, unmatched)
+
     def specs(self) -> dict[str, EngineSpec]:
         made = (
             EngineSpec(trained=False, model=t.model, own_tokenizer=True, max_length=t.max_total_sequence_length)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from surefoot import loop
-from surefoot.algorithms import _cross_teachers
+from surefoot.algorithms import _cross_reader
 from surefoot.errors import ConfigError, ModelError, NonFiniteError, ResumeRefused
 from tests.helpers import runs
 from tests.helpers.tokenizers import byte_level, words
@@ -141,7 +141,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(
     """By the exact path and, made to believe that the tokenizers differ, by tokenizing anew. In the sampled texts of a
     student without training are special tokens, which no text leads to: rows with these are not looked at there."""
     if path == "cross":
-        monkeypatch.setattr(_cross_teachers, "has_same_tokenizer", lambda *_: False)
+        monkeypatch.setattr(_cross_reader, "has_same_tokenizer", lambda *_: False)
         if fraction:
             return
     file = project(
@@ -162,6 +162,29 @@ def test_rows_that_cannot_be_aligned_are_dropped_and_counted(tmp_path: Path, cap
     assert line["skipped_rows"] == line["dropped_rows/teacher"]
     told = [r.getMessage() for r in caplog.records if "dropped for this teacher" in r.getMessage()]
     assert len(told) == 1 and "the teacher's tokenizer does not give back" in told[0]
+
+
+def test_a_step_without_a_row_that_a_teacher_can_read_trains_nothing(tmp_path: Path) -> None:
+    line = first_step(project(tmp_path, teachers=teacher(tmp_path, "other", max_total_sequence_length=3)))
+    assert line["dropped_rows/teacher"] == line["skipped_rows"] == 4
+    assert line["distillation"] == line["grad_norm"] == 0 and line["skipped_optimizer_steps"] == 1
+
+
+def test_teachers_teach_rows_of_their_sources(tmp_path: Path) -> None:
+    both = [*teacher(tmp_path, "other", sources=["a"]), *teacher(tmp_path, "teacher_2", sources=["b"])]
+    file = project(tmp_path, teachers=both, student_fraction=0, top_k=3)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "source": "ab"[i % 2]}) + "\n" for i, row in enumerate(rows)]
+    (tmp_path / "train.jsonl").write_text("".join(lines))
+    run = runs.started(file, *QUIET)
+    ref = run.source.take(run.clock, lambda: None)
+    assert ref is not None
+    ref = run.algorithm.enrich(ref, run.kit)
+    columns: Any = run.kit.plane.get(ref, ["source", "teacher_1/chunk", "teacher_2/chunk"])
+    assert set(columns["source"]) == {"a", "b"}
+    for source, first, second in zip(*columns.values(), strict=True):
+        assert (bool(first.any()), bool(second.any())) == (source == "a", source == "b")
+    run.source.close()
 
 
 def test_the_best_teacher_of_a_row_is_the_one_that_finds_it_likeliest(
@@ -223,7 +246,7 @@ def test_the_map_between_the_vocabularies_is_kept(tmp_path: Path, monkeypatch: p
     file = project(tmp_path)
     runs.started(file, *QUIET).source.close()
     assert [path.name for path in (tmp_path / "cache").glob("*/map*")]
-    monkeypatch.setattr("surefoot.algorithms._cross_teachers.map_vocabulary", None)  # not called again
+    monkeypatch.setattr("surefoot.algorithms._cross_reader.map_vocabulary", None)  # not called again
     runs.started(file, f"run_dir={tmp_path / 'again'}", *QUIET).source.close()
 
 
