@@ -31,6 +31,7 @@ TOKENS, VOCABULARY, WIDTH, TEACHER_WIDTH = 2048, 32_000, 128, 256
 FORMS = {
     "forward KL": Divergence("forward_kl"),
     "reverse KL": Divergence("reverse_kl"),
+    "mixed KL": Divergence("mixed_kl", 0.5),
     "Jensen–Shannon": Divergence("jsd", 0.5),
     "forward KL, top 64": Divergence("forward_kl", top_k=64),
 }
@@ -55,6 +56,8 @@ def naive(form: Divergence) -> tuple[Tensor, list[Tensor]]:
     if form.name == "jsd":
         mixture = torch.logsumexp(torch.stack([ours, theirs]), 0) - torch.tensor(2.0).log()
         loss = (0.5 * kl(mixture, theirs) + 0.5 * kl(mixture, ours)).sum()
+    elif form.name == "mixed_kl":
+        loss = (0.5 * kl(ours, theirs) + 0.5 * kl(theirs, ours)).sum()
     else:
         loss = (kl(ours, theirs) if form.name == "forward_kl" else kl(theirs, ours)).sum()
     return loss.detach() / TOKENS, list(torch.autograd.grad(loss / TOKENS, [hidden, student.weight]))

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Ends: TypeAlias = Sequence[int] | Tensor | npt.NDArray[np.int64]  # of one text
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Tokens:
     offsets: Tensor
 
     @classmethod
-    def of(cls, texts: Sequence[Sequence[int] | Tensor]) -> Tokens:
+    def of(cls, texts: Sequence[Ends]) -> Tokens:
         """From one sequence of ends for each text."""
         parts = [torch.as_tensor(text, dtype=torch.int64) for text in texts]
         lengths = torch.tensor([0, *map(len, parts)])
@@ -83,12 +88,46 @@ def align(first: Tokens, second: Tokens) -> Chunks:
 
 def one_to_one(first: Tokens, second: Tokens, chunks: Chunks) -> int:
     """How many of the chunks of `align(first, second)` are one token on both sides."""
-    before = chunks.counts.cumsum(0) - chunks.counts
-    sizes = [
-        (before[_text_of(side)] + numbers)[numbers >= 0].bincount(minlength=int(chunks.counts.sum()))
-        for side, numbers in ((first, chunks.first), (second, chunks.second))
-    ]
+    most = int(chunks.counts.sum()) + 1
+    sizes = [numbers.bincount(minlength=most)[1:] for numbers in _through(first, second, chunks)]
     return int(((sizes[0] == 1) & (sizes[1] == 1)).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunks:
+    """The chunks of rows of several texts each.
+
+    Attributes:
+        first, second: of each row int64 [its tokens]: of that side, the chunk of each token, by numbers that rise from
+            row to row; 0: in none.
+        num_chunks: of all rows. `one_to_one`: how many of these are one token on both sides.
+    """
+
+    first: Sequence[Tensor]
+    second: Sequence[Tensor]
+    num_chunks: int
+    one_to_one: int
+
+
+def align_rows(rows: Sequence[Sequence[tuple[Ends, Ends]]]) -> RowChunks:
+    """Rows of texts, each by the ends of its tokens on both sides. No chunk reaches from one text into the next.
+
+    >>> align_rows([[([2, 3], [1, 2, 3]), ([1, 2], [2])]]).first[0].tolist()
+    [1, 2, 3, 3]
+    """
+    first, second = (Tokens.of([text[side] for row in rows for text in row]) for side in (0, 1))
+    chunks = align(first, second)
+    lengths = [[sum(len(text[side]) for text in row) for row in rows] for side in (0, 1)]
+    numbers = zip(_through(first, second, chunks), lengths, strict=True)
+    ours, theirs = (torch.split(number, split) for number, split in numbers)
+    return RowChunks(ours, theirs, int(chunks.counts.sum()), one_to_one(first, second, chunks))
+
+
+def _through(first: Tokens, second: Tokens, chunks: Chunks) -> list[Tensor]:
+    """Of both sides, int64 [tokens]: the chunk of each, numbered through all texts from 1 on; 0: in none."""
+    before = chunks.counts.cumsum(0) - chunks.counts
+    sides = ((first, chunks.first), (second, chunks.second))
+    return [torch.where(numbers < 0, 0, numbers + 1 + before[_text_of(side)]) for side, numbers in sides]
 
 
 def _text_of(side: Tokens) -> Tensor:

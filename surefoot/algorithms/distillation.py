@@ -3,28 +3,20 @@ from the divergence; or from the teacher's log-probs as a reward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from surefoot.algorithms._teachers import Teachers, TeachersConfig
-from surefoot.config import PositiveInt, Real
+from surefoot.algorithms._rollout_distillation import RolloutDistillation, RolloutDistillationConfig
+from surefoot.algorithms._teachers import SameTokenizerConfig, Teachers
 from surefoot.losses.policy import PolicyLoss
-from surefoot.rollout.config import RolloutAlgorithmConfig, RolloutRunConfig
-from surefoot.rollout.evaluation import evaluate
-from surefoot.rollout.mixture import Answers, MixedSource, has_answer
-from surefoot.rollout.rollouts import Request, Rollout
-from surefoot.rollout.source import rows_of
-from surefoot.types import Algorithm, BatchRef, Clock, EngineSpec, Head, Kit, Metric, Metrics, Objective, Poll, Source
-
-_SENSE_ROWS = 8
-T = TypeVar("T")
+from surefoot.rollout.config import RolloutRunConfig
+from surefoot.types import BatchRef, Clock, EngineSpec, Head, Kit, Metric, Metrics, Objective
 
 
-class DistillationConfig(TeachersConfig, RolloutAlgorithmConfig):
+class DistillationConfig(SameTokenizerConfig, RolloutDistillationConfig):
     """On-policy distillation: what the student learns from, and who answers the prompts.
 
     Attributes:
@@ -35,14 +27,18 @@ class DistillationConfig(TeachersConfig, RolloutAlgorithmConfig):
         others: "dataset": by the column `answer`. "teacher": by a teacher, drawn by weight.
     """
 
-    needs_rewards: ClassVar[bool] = False
-    compares_siblings: ClassVar[bool] = False
+    or_else: ClassVar[str] = ", or others: teacher"
 
-    num_prompts_per_step: PositiveInt = 32
-    num_generations_per_prompt: PositiveInt = 1
     loss: Literal["divergence", "reward"] = "divergence"
-    student_fraction: Annotated[Real, Field(ge=0, le=1)] = 1.0
     others: Literal["dataset", "teacher"] = "dataset"
+
+    @property
+    def dataset_answers(self) -> bool:
+        return super().dataset_answers and self.others == "dataset"
+
+    @property
+    def other_models(self) -> list[tuple[str, float]]:
+        return [(name, teacher.weight) for name, teacher in self.names.items() if self.others == "teacher"]
 
     @model_validator(mode="after")
     def _form_fits(self) -> DistillationConfig:
@@ -55,11 +51,6 @@ class DistillationConfig(TeachersConfig, RolloutAlgorithmConfig):
             )
         if self.loss == "reward" and self.student_fraction < 1:
             raise ValueError("loss: reward learns from what the student sampled alone; expected student_fraction: 1")
-        if self.student_fraction < 1 and self.others == "dataset" and self.num_generations_per_prompt > 1:
-            raise ValueError(
-                f"others: dataset has one answer to a prompt, and num_generations_per_prompt is "
-                f"{self.num_generations_per_prompt}; expected 1, or others: teacher"
-            )
         return self
 
     def check(self, run: RolloutRunConfig) -> None:
@@ -69,38 +60,25 @@ class DistillationConfig(TeachersConfig, RolloutAlgorithmConfig):
             raise ValueError(
                 "generation: loss: reward needs samples of the student itself: leave out top_k, top_p, min_p"
             )
-        if self.student_fraction < 1 and self.others == "dataset" and run.environment is not None:
-            raise ValueError("others: dataset: an environment replies to what is said; expected others: teacher")
 
 
-class Distillation(Algorithm):
-    """Rollouts come from the source, what the teachers say of them is added, one loss is minimised."""
+class Distillation(RolloutDistillation):
+    """Teachers with the student's tokenizer."""
 
     Config = DistillationConfig
     config: DistillationConfig
-    rows = "prompts"
-    run_config = RolloutRunConfig
 
     def engines(self) -> Mapping[str, EngineSpec]:
         samples = self.config.student_fraction < 1 and self.config.others == "teacher"
-        return {"policy": EngineSpec()} | Teachers(self.config).specs(samples=samples)
+        return {"policy": EngineSpec()} | self.config.specs(samples=samples)
 
-    def source(self, kit: Kit) -> Source:
-        run: RolloutRunConfig = kit.config
-        config, self.optimizer_steps_per_step = self.config, self.config.optimizer_steps(run)
-        self._kit, self._minibatch_rows, self._sense_is_checked = kit, run.policy.train_global_batch_size, False
-        self._sampled = Head(("logprobs",), run.generation.temperature, mask="loss_mask", known_only=True)
-        self._teachers = Teachers(config, self._sampled if config.loss == "reward" else None)
-        self._teachers.check(kit.tokenizer)
+    def teachers(self, kit: Kit) -> Teachers:
         self._policy_loss = PolicyLoss(force_on_policy_ratio=self.optimizer_steps_per_step == 1)
-        others = [(name, teacher.weight) for name, teacher in config.names.items() if config.others == "teacher"]
-        return MixedSource(kit, config, policy_fraction=config.student_fraction, others=others)
+        self._sampled = Head(("logprobs",), kit.config.generation.temperature, mask="loss_mask", known_only=True)
+        return Teachers(self.config, self._sampled if self.config.loss == "reward" else None)
 
     def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:
-        if not self._sense_is_checked:
-            self._sense_is_checked = True
-            self._check_sense(kit)
-        ref = self._teachers.add(ref, kit)
+        ref = super().enrich(ref, kit)
         return self._with_advantages(ref, kit) if self.config.loss == "reward" else ref
 
     def _with_advantages(self, ref: BatchRef, kit: Kit) -> BatchRef:
@@ -118,47 +96,14 @@ class Distillation(Algorithm):
         self.metrics = {"reverse_kl": Metric(total / tokens if tokens else 0.0, tokens)}
         return kit.plane.put(ref, {"advantages": advantages})
 
-    def _check_sense(self, kit: Kit) -> None:
-        """On the data set's own answers, where it has some."""
-        data, answers = kit.train_data, Answers(kit)
-        some = [i for i, prompt in enumerate(data.prompts) if has_answer(prompt)][:_SENSE_ROWS]
-        found = [answers(Request(f"answer_d{i}", 0, data.prompts[i], tuple(data.ids(i).tolist()))) for i in some]
-        if found:
-            self._on(found, kit, lambda ref: self._teachers.warn_of_nonsense(ref, kit))
-
     def objectives(self, clock: Clock) -> Sequence[Objective]:
-        epochs, rows = self.config.num_epochs_per_step, self._minibatch_rows
         if self.config.loss == "divergence":
-            return [replace(self._teachers.objective(self._kit), epochs=epochs, minibatch_rows=rows)]
+            return super().objectives(clock)
         head = Head(self._policy_loss.outputs, self._sampled.temperature)
-        return [Objective("policy", head, self._policy_loss, epochs, rows)]
+        return [Objective("policy", head, self._policy_loss, self.config.num_epochs_per_step, self._minibatch_rows)]
 
-    def evaluate(self, kit: Kit, poll: Poll) -> Metrics:
-        """Rewards, where there are some, and how far the student is from its teachers on its own answers."""
-        before = self.metrics
-
-        def measure(found: Sequence[Rollout]) -> Metrics:
-            def measured(ref: BatchRef) -> Metrics:
-                ref = self.enrich(ref, kit)
-                if self.config.loss == "reward":
-                    return self.metrics
-                return kit.engines["policy"].evaluate(ref, self._teachers.objective(kit))
-
-            poll()
-            return self._on(found, kit, measured)
-
-        measured_all = evaluate(kit.rollouts, kit.validation_data, kit.config.evaluation, poll, measure)
-        self.metrics = before
-        return measured_all
-
-    def _on(self, rollouts: Sequence[Rollout], kit: Kit, do: Callable[[BatchRef], T]) -> T:
-        """Do it with rows that are not the step's, and drop them."""
-        ref, columns = rows_of(rollouts)
-        ref = kit.plane.put(ref, columns)
-        try:
-            return do(ref)
-        finally:
-            kit.plane.drop(ref)
+    def _measured(self, ref: BatchRef, kit: Kit) -> Metrics:
+        return self.metrics if self.config.loss == "reward" else super()._measured(ref, kit)
 
 
 def _column(ref: BatchRef, kit: Kit, name: str) -> Any:

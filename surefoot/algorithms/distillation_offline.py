@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from surefoot.algorithms._teachers import Teachers, TeachersConfig
+from surefoot.algorithms._teachers import SameTokenizerConfig, Teachers
 from surefoot.config import Place, PositiveInt
 from surefoot.data.source import iterate, training_source, validate
 from surefoot.types import Algorithm, BatchRef, Clock, EngineSpec, Kit, Metrics, Objective, Poll, Source
@@ -17,7 +17,7 @@ from surefoot.types import Algorithm, BatchRef, Clock, EngineSpec, Kit, Metrics,
 _SENSE_ROWS = 8
 
 
-class OfflineDistillationConfig(TeachersConfig):
+class OfflineDistillationConfig(SameTokenizerConfig):
     """Distillation on the completions of a data set.
 
     Attributes:
@@ -57,11 +57,11 @@ class OfflineDistillation(Algorithm):
 
     def engines(self) -> Mapping[str, EngineSpec]:
         kept = {"precomputed": self._teachers.head, "cache": self.config.cache} if self.config.precompute else {}
-        return {"policy": EngineSpec()} | self._teachers.specs(**kept)
+        return {"policy": EngineSpec()} | self.config.specs(**kept)
 
     def source(self, kit: Kit) -> Source:
         self._kit = kit
-        self._teachers.check(kit.tokenizer)
+        self._teachers.check(kit)
         return training_source(kit)
 
     def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:

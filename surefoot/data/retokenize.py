@@ -1,4 +1,4 @@
-"""Rows as another tokenizer has them: the same completion behind the same prompt, by its own chat template."""
+"""Rows as another tokenizer has them: the same turns in the same chat, by its own chat template."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from surefoot.config import DataConfig
 from surefoot.data.encode import Encoder
-from surefoot.data.rows import BadRow, Prompt
-from surefoot.data.token_bytes import END, TokenBytes
+from surefoot.data.rows import BadRow, Prompt, RowError, chat_of
+from surefoot.data.token_bytes import END, Ends, Spelled, TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +21,22 @@ class Retold:
     """A row for a teacher.
 
     Attributes:
-        ids: int64 [tokens], of prompt and completion. `mask` float32 [tokens]: 1 on the completion.
-        ends: int64 [the teacher's completion tokens]: the byte of the completion behind each. The token that ends the
-            turn is one more byte.
-        student_ends: int64 [the student's completion tokens]: likewise.
+        ids: int64 [tokens], of the whole chat. `mask` float32 [tokens]: 1 on the student's own turns.
+        turns: of each of these, int64 [the student's tokens] and [the teacher's tokens]: the byte of the turn behind
+            each. The token that ends a turn is one more byte.
         cut: tokens that the teacher cannot read any more.
     """
 
     ids: Tensor
     mask: Tensor
-    ends: Tensor
-    student_ends: Tensor
-    cut: int
+    turns: list[tuple[Ends, Ends]]
+    cut: int = 0
+
+
+def same_tokens(ids: Tensor, mask: Tensor) -> Retold:
+    """For a teacher with the student's tokenizer: the row itself, each token a byte, whatever it stands for."""
+    places = np.arange(int((mask != 0).sum()))
+    return Retold(ids, mask, [(places, places)])
 
 
 class Retokenizer:
@@ -41,7 +45,7 @@ class Retokenizer:
         student: with the tokens that end its turns.
         tokenizer: the teacher's, a Hugging Face fast tokenizer.
         data: of the run; prompts come with their system turns already in place.
-        max_length: tokens that the teacher reads; completions are cut there.
+        max_length: tokens that the teacher reads; rows are cut there.
     """
 
     def __init__(self, student: TokenBytes, tokenizer: Any, data: DataConfig, max_length: int) -> None:
@@ -51,45 +55,68 @@ class Retokenizer:
         self.student, self.teacher = student, TokenBytes(tokenizer, self._encoder.stop_ids())
         self._max_length = max_length
 
-    def __call__(self, prompt: Prompt, completion: Sequence[int]) -> Retold | str:
-        """The row, or in a few words why there is none.
+    def __call__(self, chat: str, ids: Tensor, mask: Tensor) -> Retold:
+        """A row made as the student's was: what the student has sampled stands as it is, and around its turns is what
+        the teacher's template puts there.
 
         Args:
-            completion: the student's tokens, with the one that ended the turn, if it did.
+            chat: from `surefoot.data.rows.chat_text`.
+            ids, mask: [tokens], the student's row; not 0 on its own turns, with the tokens that ended them.
 
         Raises:
-            ModelError: the prompt is a chat, and the teacher has no chat template.
+            RowError: the teacher cannot read this chat, or it has no text.
+            ModelError: it is a chat, and the teacher has no chat template.
         """
-        if max(completion, default=0) >= len(self.student):
-            return "an id that the student's tokenizer lacks"
-        data, student_ends = self.student.read(completion)
+        prompt, said = chat_of(chat)
+        answers = [i for i, message in enumerate(said) if message["role"] == "assistant"]
+        told, own, turns = self.prompt_ids(prompt), list[bool](), list[tuple[Ends, Ends]]()
+        for number, turn in enumerate(_turns(ids, mask, several=len(answers) > 1)):
+            if number:
+                before, now = answers[number - 1], answers[number]
+                end = told[-1] if told[-1] in self.teacher.end_ids else None
+                asked = [*(prompt.messages or ()), *said[: before + 1]]
+                told += self._encoder.reply_ids(asked, said[before + 1 : now], prompt.tools, end)
+            student_ends, spelled = self._spelled(turn)
+            room = max(self._max_length - len(told), 0)
+            turns.append((student_ends, spelled.ends[:room]))
+            own += [False] * (len(told) - len(own)) + [True] * len(spelled.ids)
+            told += spelled.ids
+        if not any(own):
+            raise RowError("empty completion", "the completion is empty")
+        kept = slice(self._max_length)
+        return Retold(torch.tensor(told[kept]), torch.tensor(own[kept]).float(), turns, len(told) - len(told[kept]))
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Raises as a call does."""
+        found = self._encoder.encode(prompt)
+        if isinstance(found, BadRow):
+            raise RowError(found.reason, found.detail)
+        ids: list[int] = found[0].ids.tolist()
+        if not 0 < len(ids) < self._max_length:
+            room = f"the prompt has {len(ids)} of the teacher's tokens, which reads {self._max_length}"
+            raise RowError("prompt without room", f"{room}: expected at least one, and room for an answer")
+        return ids
+
+    def _spelled(self, turn: Sequence[int]) -> tuple[Ends, Spelled]:
+        """Where the student's tokens of a turn end, and the teacher's tokens of it."""
+        data, ends = self.student.read(turn)
         ended = data.endswith(END)
         text = _text(data.removesuffix(END), cut=not ended)
         if text is None:
-            return "a completion that is no text"
-        asked = self._encoder.encode(prompt)
-        if isinstance(asked, BadRow):
-            return f"a prompt that the teacher's chat template refuses ({asked.reason})"
-        prompt_ids = asked[0].ids.tolist()
-        if not 0 < len(prompt_ids) < self._max_length:
-            return "a prompt without room for a completion in the teacher" if prompt_ids else "a prompt without tokens"
-        said = self.teacher.spell(text)
-        if said is None:
-            return "a text that the teacher's tokenizer does not give back"
-        ids, ends = said.ids, said.ends
+            raise RowError("completion that is no text", "the student has written bytes that are no text")
+        spelled = self.teacher.spell(text)
+        if spelled is None:
+            raise RowError("text not given back", f"the teacher's tokenizer does not give back {text[:60]!r}")
         if ended and self.teacher.end_ids:
-            ids, ends = [*ids, self.teacher.end_ids[-1]], np.append(ends, len(data))
-        room = self._max_length - len(prompt_ids)
-        if not ids or not completion:
-            return "an empty completion"
-        mask = [0.0] * len(prompt_ids) + [1.0] * min(len(ids), room)
-        return Retold(
-            torch.tensor([*prompt_ids, *ids[:room]]),
-            torch.tensor(mask),
-            torch.from_numpy(ends[:room]),
-            torch.from_numpy(student_ends),
-            max(len(ids) - room, 0),
-        )
+            spelled = Spelled([*spelled.ids, self.teacher.end_ids[-1]], np.append(spelled.ends, len(data)))
+        return ends, spelled
+
+
+def _turns(ids: Tensor, mask: Tensor, *, several: bool) -> list[list[int]]:
+    """The student's own tokens; of several turns, those of each, for something else is between them."""
+    places = mask.nonzero()[:, 0]
+    borders = (places.diff() > 1).nonzero()[:, 0] + 1 if several else places[:0]
+    return [ids[at].tolist() for at in torch.tensor_split(places, borders) if len(at)]
 
 
 def _text(data: bytes, *, cut: bool) -> str | None:

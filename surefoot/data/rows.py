@@ -109,6 +109,17 @@ class Prompt:
         return self.given if isinstance(self.given, str) else str(self.given[-1].get("content", ""))
 
 
+def chat_text(prompt: Prompt, said: list[dict[str, Any]]) -> str:
+    """What was asked and said, for a column of texts."""
+    return json.dumps([prompt.where, prompt.given, prompt.messages, prompt.tools, said])
+
+
+def chat_of(text: str) -> tuple[Prompt, list[dict[str, Any]]]:
+    """From `chat_text`; without the prompt's columns."""
+    where, given, messages, tools, said = json.loads(text)
+    return Prompt(where, given, messages, tools, {}), said
+
+
 Checked = Row | Preference | Prompt | BadRow
 
 

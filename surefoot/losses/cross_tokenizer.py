@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOOR = math.log(1e-8)  # smaller probabilities count as this, as in GOLD
+PARTS = ("topk_ids", "topk_logprobs", "topk_rest")  # of a head's outputs, those that make a `Target`
 Merge: TypeAlias = Literal["observed", "bayesian"]
 
 
@@ -67,31 +68,31 @@ def merged(logprobs: Tensor, own: Tensor, spans: Spans, how: Merge) -> Tensor:
     return logprobs[at] + (spans.sums(own) - own[at])[:, None]
 
 
-def mean_target(ids: Tensor, logprobs: Tensor, rest: Tensor, spans: Spans, vocabulary: int) -> Target:
-    """The mean of the distributions of each chunk's tokens, cut to the k likeliest ids again.
-
-    Args:
-        ids, logprobs: [tokens, k].
-        rest: [tokens].
-    """
-    whole = spans.means(logprobs.new_zeros(len(ids), vocabulary).scatter_(1, ids, logprobs.exp()))
-    kept, kept_ids = whole.topk(ids.shape[1])
-    outside = whole.sum(1) - kept.sum(1) + spans.means(rest.exp())
-    return Target(kept_ids, kept.log().clamp(min=FLOOR), outside.clamp(min=0.0).log().clamp(min=FLOOR))
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A teacher's distribution of each chunk: `ids` and `logprobs` [chunks, k], `rest` [chunks]: the log of the mass of
-    all other ids."""
+    """A teacher's distributions, of chunks or tokens: `ids` and `logprobs` [chunks, k], `rest` [chunks]: the log of the
+    mass of all other ids."""
 
     ids: Tensor
     logprobs: Tensor
     rest: Tensor
 
 
+def mean_target(said: Target, spans: Spans, vocabulary: int) -> Target:
+    """The mean of the distributions of each chunk's tokens, cut to the k likeliest ids again. `said`: of tokens."""
+    spread = said.logprobs.new_zeros(len(said.ids), vocabulary)
+    whole = spans.means(spread.scatter_(1, said.ids, said.logprobs.exp()))
+    kept, kept_ids = whole.topk(said.ids.shape[1])
+    outside = whole.sum(1) - kept.sum(1) + spans.means(said.rest.exp())
+    return Target(kept_ids, kept.log().clamp(min=FLOOR), outside.clamp(min=0.0).log().clamp(min=FLOOR))
+
+
 class ChunkLoss(Protocol):
     """One number per chunk, [chunks], by name; "loss" is what is minimised."""
+
+    def target(self, said: Target, own: Tensor, spans: Spans) -> Target:
+        """What the teacher's distributions of its tokens come to for each chunk. `own` [tokens]: log-probs of the
+        tokens themselves."""
 
     def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
         """
@@ -137,6 +138,10 @@ class Gold:
         return cls(
             to_student=to_student, others=others.nonzero()[:, 0], weights=weights or (share, 1 - share), **options
         )
+
+    def target(self, said: Target, own: Tensor, spans: Spans) -> Target:
+        both = merged(torch.cat([said.logprobs, said.rest[:, None]], 1), own, spans, self.merge)
+        return Target(said.ids[spans.first if self.merge == "observed" else spans.last], both[:, :-1], both[:, -1])
 
     def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
         student = merged(logprobs, own, spans, self.merge)
@@ -192,6 +197,9 @@ class Projection:
         reached[columns] = True
         return cls(divergence, rows, columns, weights, reached)
 
+    def target(self, said: Target, own: Tensor, spans: Spans) -> Target:
+        return mean_target(said, spans, len(self.reached))
+
     def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
         student = spans.means(logprobs.exp())
         rows, columns, weights = (part.to(student.device) for part in (self.rows, self.columns, self.weights))
@@ -212,6 +220,9 @@ class SameVocabulary:
     divergence: Divergence
     whole: bool = True
 
+    def target(self, said: Target, own: Tensor, spans: Spans) -> Target:
+        return said
+
     def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
         ours, theirs = logprobs.gather(1, target.ids), target.logprobs
         if not self.whole:
@@ -220,26 +231,60 @@ class SameVocabulary:
         return {"loss": self.divergence(ours, theirs)}
 
 
+def no_chunks(length: int, k: int) -> dict[str, Tensor]:
+    """What `CrossTokenizerLoss` reads of a teacher in a row of that many tokens, where none is in a chunk; and
+    "likelihood", a number: the teacher's mean log-prob of what it read, for each of the student's tokens."""
+    return {
+        "chunk": torch.zeros(length, dtype=torch.int64),
+        "topk_ids": torch.zeros(length, k, dtype=torch.int64),
+        "topk_logprobs": torch.zeros(length, k),
+        "topk_rest": torch.zeros(length),
+        "likelihood": torch.tensor(-torch.inf),
+    }
+
+
+def chunk_columns(
+    mask: Tensor, ours: Tensor, theirs: Tensor, out: Mapping[str, Tensor], loss: ChunkLoss
+) -> dict[str, Tensor]:
+    """The same of a row that a teacher has read.
+
+    Args:
+        mask: [tokens]: not 0 on the student's own.
+        ours, theirs: int64 [own tokens] of that side: the chunk of each, by numbers that rise; 0: in none.
+        out: of the teacher's own tokens `logprobs` [own tokens], and `topk_ids`, `topk_logprobs` and `topk_rest`.
+    """
+    found = no_chunks(len(mask), out["topk_ids"].shape[1])
+    inside, at = theirs > 0, mask.nonzero()[:, 0][ours > 0]
+    if not len(at):
+        return found
+    numbers, own = ours[ours > 0], out["logprobs"][inside]
+    target = loss.target(Target(*(out[part][inside] for part in PARTS)), own, Spans.of(theirs[inside]))
+    found["chunk"][at] = numbers - numbers[0] + 1
+    first = at[Spans.of(numbers).first]
+    for part, values in zip(PARTS, (target.ids, target.logprobs, target.rest), strict=True):
+        found[part][first] = values
+    return found | {"likelihood": own.sum() / len(at)}
+
+
 @dataclass(frozen=True)
 class CrossTokenizerLoss:
-    """T² · Σ teachers: weight · mean over chunks of the teacher's loss, + ce_weight · mean over tokens of −log p.
+    """T² · the mean, over the chunks of all teachers by their weights, of the loss, + ce_weight · mean over tokens of
+    −log p.
 
-    Reads `input_ids`, `loss_mask` and, of each teacher, the column "<teacher>/chunk" [rows, tokens]: 0 where a token is
-    in no chunk, else the chunk's number in the row, from 1 without gaps; and at the first token of each chunk
-    "<teacher>/ids", "<teacher>/logprobs" [rows, tokens, k] and "<teacher>/rest" [rows, tokens]. The output `logits` is
-    at temperature T. A row without chunks of a teacher has no part in that teacher's mean.
+    Reads `input_ids`, `loss_mask` and, of each teacher, "<teacher>/weight" [rows] and "<teacher>/chunk" [rows, tokens]:
+    0 where a token is in no chunk, else the chunk's number in the row, from 1 without gaps; and at the first token of
+    each chunk "<teacher>/topk_ids", "/topk_logprobs" [rows, tokens, k] and "/topk_rest" [rows, tokens]. The output
+    `logits` is at temperature T.
 
     Attributes:
-        teachers: of each its weight and its loss.
+        teachers: of each its loss.
         reduction: "chunk": all chunks count alike. "sequence": all rows with chunks do, as in GOLD.
-        pooled: one mean over the chunks of all teachers, where each row has one teacher.
         ce_scale: multiplies the cross-entropy too; what a dynamic weight changes.
     """
 
-    teachers: Mapping[str, tuple[float, ChunkLoss]]
+    teachers: Mapping[str, ChunkLoss]
     temperature: float = 1.0
     reduction: Literal["chunk", "sequence"] = "chunk"
-    pooled: bool = False
     ce_weight: float = 0.0
     ce_scale: float = 1.0
     whole_step: ClassVar[bool] = False
@@ -247,19 +292,14 @@ class CrossTokenizerLoss:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        parts = ("chunk", "ids", "logprobs", "rest")
+        parts = ("weight", "chunk", *PARTS)
         return ("input_ids", "loss_mask", *(f"{teacher}/{part}" for teacher in self.teachers for part in parts))
 
     def counts(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
         found = {"tokens": float((columns["loss_mask"] != 0).sum())} if self.ce_weight else {}
-        for name in self.teachers:
-            chunks = _chunks_of_rows(columns, name)
-            key = self._key(name)
-            found[key] = found.get(key, 0.0) + float((chunks if self.reduction == "chunk" else chunks > 0).sum())
-        return found
-
-    def _key(self, name: str) -> str:
-        return "chunks" if self.pooled else f"chunks/{name}"
+        numbers = {name: _chunks(columns, name).amax(1) for name in self.teachers}
+        counted = {n: chunks if self.reduction == "chunk" else chunks > 0 for n, chunks in numbers.items()}
+        return found | {"chunks": sum(float(columns[f"{n}/weight"] @ c.float()) for n, c in counted.items())}
 
     def __call__(
         self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], *, norm: Mapping[str, float]
@@ -277,12 +317,12 @@ class CrossTokenizerLoss:
         tokens, nll = float(mask.sum()), self._nll(out["logits"], columns["input_ids"], mask)
         distillation = out["logits"].new_zeros(())
         metrics: dict[str, Metric] = {}
-        for name, (weight, loss) in self.teachers.items():
-            chunk = _Chunk.tokens(columns[f"{name}/chunk"])
+        for name, loss in self.teachers.items():
+            chunk = _Chunk.tokens(_chunks(columns, name))
             values = self._of(name, loss, chunk, out["logits"], columns)
-            each = chunk.shares if self.reduction == "sequence" else torch.ones_like(chunk.shares)
-            mean = (values["loss"] * each).sum() / (norm[self._key(name)] or 1.0)
-            distillation = distillation + self.temperature**2 * weight * mean
+            each = columns[f"{name}/weight"][chunk.row] * (chunk.shares if self.reduction == "sequence" else 1.0)
+            mean = (values["loss"] * each).sum() / (norm["chunks"] or 1.0)
+            distillation = distillation + self.temperature**2 * mean
             metrics |= {f"{key}/{name}": _mean(value.sum(), len(value)) for key, value in values.items()}
             sizes = {"chunk_tokens": _mean(chunk.spans.last - chunk.spans.first + 1, len(chunk.shares))}
             metrics = merge_metrics([metrics, sizes])
@@ -290,7 +330,7 @@ class CrossTokenizerLoss:
         total = distillation + ce
         own, whole = sum(self.counts(columns).values()), sum(norm.values())
         named = {"loss": total, "distillation": distillation}
-        chunks = torch.stack([_chunks_of_rows(columns, name) for name in self.teachers])
+        chunks = torch.stack([_chunks(columns, name).amax(1) for name in self.teachers])
         return total, {
             **{name: _mean(value * whole, own) for name, value in named.items()},
             "nll": _mean(nll, tokens),
@@ -311,7 +351,7 @@ class CrossTokenizerLoss:
         logprobs = logits.flatten(0, 1)[chunk.at].log_softmax(-1)
         own = logprobs.gather(1, columns["input_ids"].flatten()[chunk.at][:, None])[:, 0]
         first = chunk.at[chunk.spans.first]
-        target = Target(*(columns[f"{name}/{part}"].flatten(0, 1)[first] for part in ("ids", "logprobs", "rest")))
+        target = Target(*(columns[f"{name}/{part}"].flatten(0, 1)[first] for part in PARTS))
         return loss(logprobs, own, chunk.spans, target)
 
 
@@ -321,11 +361,12 @@ class _Chunk:
 
     Attributes:
         at: int64 [tokens], places in the flattened rows.
-        shares: [chunks]: 1 / the number of chunks in the row.
+        row: int64 [chunks]. `shares` [chunks]: 1 / the number of chunks in the row.
     """
 
     at: Tensor
     spans: Spans
+    row: Tensor
     shares: Tensor
 
     @classmethod
@@ -334,12 +375,13 @@ class _Chunk:
         at = chunk.flatten().nonzero().squeeze(1)
         row = at // max(chunk.shape[1], 1)
         spans = Spans.of(row * (chunk.shape[1] + 1) + chunk.flatten()[at])
-        return cls(at, spans, 1 / chunk.amax(1)[row[spans.first]].float())
+        row = row[spans.first]
+        return cls(at, spans, row, 1 / chunk.amax(1)[row].float())
 
 
-def _chunks_of_rows(columns: Mapping[str, Tensor], name: str) -> Tensor:
-    """int64 [rows]."""
-    return columns[f"{name}/chunk"].amax(1)
+def _chunks(columns: Mapping[str, Tensor], name: str) -> Tensor:
+    """int64 [rows, tokens]: those that count, of rows in which the teacher has a part."""
+    return columns[f"{name}/chunk"] * (columns[f"{name}/weight"] > 0)[:, None]
 
 
 def _mean(total: Tensor, weight: float) -> Metric:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from surefoot import loop
-from surefoot.algorithms import cross_tokenizer
+from surefoot.algorithms import _cross_reader
 from surefoot.errors import ConfigError, ModelError, NonFiniteError, ResumeRefused
 from tests.helpers import runs
 from tests.helpers.tokenizers import byte_level, words
@@ -67,8 +67,7 @@ def test_the_start_says_how_well_the_tokenizers_go_together(tmp_path: Path, capl
 
 def test_a_teacher_with_the_students_tokenizer_takes_the_exact_path(tmp_path: Path) -> None:
     run = runs.started(project(tmp_path, teachers=teacher(tmp_path), top_k=3), *QUIET)
-    (found,) = run.algorithm._teachers  # type: ignore[attr-defined]
-    assert found.retokenize is None
+    assert run.algorithm._teachers._readers["teacher"].retokenize is None  # type: ignore[attr-defined]
 
 
 def other_teacher(file: Path, tokenizer: Any, name: str = "odd") -> str:
@@ -124,10 +123,10 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path, section: dict[str, 
         runs.config_of(file, *overrides)
 
 
-def test_several_turns_are_refused(tmp_path: Path) -> None:
+def test_a_data_set_cannot_answer_an_environment(tmp_path: Path) -> None:
     file = runs.write_project(tmp_path, case="cross_tokenizer")
-    with pytest.raises(ConfigError, match="max_turns is 3"):
-        runs.config_of(file, "environment.name=guessing", "environment.max_turns=3")
+    with pytest.raises(ConfigError, match=r"student_fraction: an environment replies .* expected 1"):
+        runs.config_of(file, "environment.name=guessing", "cross_tokenizer.student_fraction=0.5")
 
 
 # --------------------------------------------------------------------------------------------------- what it computes
@@ -142,7 +141,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(
     """By the exact path and, made to believe that the tokenizers differ, by tokenizing anew. In the sampled texts of a
     student without training are special tokens, which no text leads to: rows with these are not looked at there."""
     if path == "cross":
-        monkeypatch.setattr(cross_tokenizer, "has_same_tokenizer", lambda *_: False)
+        monkeypatch.setattr(_cross_reader, "has_same_tokenizer", lambda *_: False)
         if fraction:
             return
     file = project(
@@ -165,6 +164,29 @@ def test_rows_that_cannot_be_aligned_are_dropped_and_counted(tmp_path: Path, cap
     assert len(told) == 1 and "the teacher's tokenizer does not give back" in told[0]
 
 
+def test_a_step_without_a_row_that_a_teacher_can_read_trains_nothing(tmp_path: Path) -> None:
+    line = first_step(project(tmp_path, teachers=teacher(tmp_path, "other", max_total_sequence_length=3)))
+    assert line["dropped_rows/teacher"] == line["skipped_rows"] == 4
+    assert line["distillation"] == line["grad_norm"] == 0 and line["skipped_optimizer_steps"] == 1
+
+
+def test_teachers_teach_rows_of_their_sources(tmp_path: Path) -> None:
+    both = [*teacher(tmp_path, "other", sources=["a"]), *teacher(tmp_path, "teacher_2", sources=["b"])]
+    file = project(tmp_path, teachers=both, student_fraction=0, top_k=3)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "source": "ab"[i % 2]}) + "\n" for i, row in enumerate(rows)]
+    (tmp_path / "train.jsonl").write_text("".join(lines))
+    run = runs.started(file, *QUIET)
+    ref = run.source.take(run.clock, lambda: None)
+    assert ref is not None
+    ref = run.algorithm.enrich(ref, run.kit)
+    columns: Any = run.kit.plane.get(ref, ["source", "teacher_1/chunk", "teacher_2/chunk"])
+    assert set(columns["source"]) == {"a", "b"}
+    for source, first, second in zip(*columns.values(), strict=True):
+        assert (bool(first.any()), bool(second.any())) == (source == "a", source == "b")
+    run.source.close()
+
+
 def test_the_best_teacher_of_a_row_is_the_one_that_finds_it_likeliest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,10 +205,10 @@ def test_the_best_teacher_of_a_row_is_the_one_that_finds_it_likeliest(
     run.algorithm.enrich(ref, run.kit)
     (warned,) = [r.getMessage() for r in caplog.records if "far less likely" in r.getMessage()]
     assert "/sure finds completions" in warned and "It saw '<|bos|><|user|>" in warned
-    chunks: Any = run.kit.plane.get(ref, ["teacher_1/chunk", "teacher_2/chunk", "loss_mask"])
-    for first, second, mask in zip(*chunks.values(), strict=True):
-        assert not first.any()
-        assert second[mask != 0].tolist() == list(range(1, int(mask.sum()) + 1))
+    columns: Any = run.kit.plane.get(ref, ["teacher_1/weight", "teacher_2/weight", "teacher_2/chunk", "loss_mask"])
+    assert [columns[f"teacher_{i}/weight"].tolist() for i in (1, 2)] == [[0] * 4, [1] * 4]
+    for chunk, mask in zip(columns["teacher_2/chunk"], columns["loss_mask"], strict=True):
+        assert chunk[mask != 0].tolist() == list(range(1, int(mask.sum()) + 1))
     run.source.close()
 
 
@@ -224,8 +246,65 @@ def test_the_map_between_the_vocabularies_is_kept(tmp_path: Path, monkeypatch: p
     file = project(tmp_path)
     runs.started(file, *QUIET).source.close()
     assert [path.name for path in (tmp_path / "cache").glob("*/map*")]
-    monkeypatch.setattr("surefoot.algorithms._cross_teacher.map_vocabulary", None)  # not called again
+    monkeypatch.setattr("surefoot.algorithms._cross_reader.map_vocabulary", None)  # not called again
     runs.started(file, f"run_dir={tmp_path / 'again'}", *QUIET).source.close()
+
+
+def test_turns_of_a_conversation_are_each_aligned_with_the_teachers(tmp_path: Path) -> None:
+    """Two turns, each ended by a digit or by the token that ends turns. Around them the teacher's row has its own
+    template, and its distributions are those of its model; nothing is learned of what the environment said."""
+    twice = "environment={name: tests.rollout.environment_samples.AsksTwice, max_turns: 2}"
+    stops = "generation.stop=['1', '2', '3', '4', '5', '6', '7', '8', '9', '0']"
+    sizes = ("policy.max_total_sequence_length=60", "policy.model_init.max_position_embeddings=200")
+    file = project(tmp_path, top_k=5)
+    runs.write_model(tmp_path / "far", file, seed=3, tokenizer=tmp_path / "pieces", max_position_embeddings=200)
+    far = {"model": str(tmp_path / "far"), "max_total_sequence_length": 200}
+    given = f"cross_tokenizer.teachers=[{json.dumps(far)}]"
+    run = runs.started(file, twice, stops, given, *sizes, "generation.max_new_tokens=12", *QUIET)
+    loop._publish(run)
+    ref = run.source.take(run.clock, lambda: None)
+    assert ref is not None
+    ref = run.algorithm.enrich(ref, run.kit)
+    names = ["input_ids", "loss_mask", *(f"teacher/{n}" for n in ("input_ids", "mask", "chunk", "topk_logprobs"))]
+    columns: Any = run.kit.plane.get(ref, names)
+    model: Any = run.kit.engines["teacher"].model  # type: ignore[attr-defined]
+    own, other = run.kit.tokenizer, run.kit.tokenizers["teacher"]
+    several = 0
+    for ids, mask, read, read_mask, chunk, topk in zip(*columns.values(), strict=True):
+        ours, theirs = turns(mask), turns(read_mask)
+        texts = [own.decode(ids[turn].tolist()).replace("<|end|>", "<|im_end|>") for turn in ours]
+        assert [other.decode(read[turn].tolist()) for turn in theirs] == texts
+        assert not chunk[mask == 0].any() and not topk[mask == 0].any()
+        assert chunk[mask != 0].unique_consecutive().tolist() == list(range(1, int(chunk.max()) + 1))
+        if len(ours) == 2:
+            several += 1
+            assert chunk[ours[1][0]] == chunk[ours[0][-1]] + 1
+            between = other.decode(read[theirs[0][-1] + 1 : theirs[1][0]].tolist())
+            end = "" if texts[0].endswith("<|im_end|>") else "<|im_end|>"
+            assert between == f"{end}\n<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n"
+            with torch.no_grad():
+                said = model(read[None]).logits[0].log_softmax(-1)
+            # But for a factor: the probabilities of the chunk's other tokens.
+            expected, found = said[theirs[1][0] - 1].topk(5).values, topk[ours[1][0]]
+            torch.testing.assert_close(
+                found - found[0], expected - expected[0], rtol=1e-4, atol=1e-4
+            )  # but for a factor
+    assert several >= 2
+    (objective,) = run.algorithm.objectives(run.clock)
+    trained = run.kit.engines["policy"].train(ref, objective)
+    assert trained["num_tokens"].value == sum(int(mask.sum()) for mask in columns["loss_mask"])
+    assert trained["distillation"].value != 0 and trained["grad_norm"].value > 0
+    run.source.close()
+
+
+def turns(mask: torch.Tensor) -> list[list[int]]:
+    """Places of each run of the student's own tokens."""
+    found: list[list[int]] = []
+    for place in mask.nonzero()[:, 0].tolist():
+        if not found or found[-1][-1] != place - 1:
+            found.append([])
+        found[-1].append(place)
+    return found
 
 
 def test_it_learns_what_a_teacher_with_another_tokenizer_says(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ _OFFLINE = {"teachers": _TEACHERS[:1], "val_batch_size": 4}
 _OTHER = {"model": "FOLDER/other", "max_total_sequence_length": 64}
 _CROSS: dict[str, Any] = {
     "cross_tokenizer": {
-        **{"teachers": [_OTHER], "num_prompts_per_step": 4, "top_k": 20},
-        **{"val_batch_size": 4, "cache": "FOLDER/cache"},
+        **{"teachers": [_OTHER], "num_prompts_per_step": 4, "top_k": 20, "cache": "FOLDER/cache"},
     },
     "generation": {"max_new_tokens": 4, "num_slots": 4},
+    "evaluation": {"num_prompts_per_batch": 4},
 }
 _PPO = {key: section for key, section in _GRPO.items() if key != "grpo"}
 _DPO = {"beta": 0.5, "val_batch_size": 4}

@@ -20,6 +20,7 @@ from surefoot.losses.cross_tokenizer import (
     SameVocabulary,
     Spans,
     Target,
+    chunk_columns,
     mean_target,
     merged,
 )
@@ -138,11 +139,32 @@ def test_the_mean_of_a_chunk_is_cut_to_the_likeliest_again() -> None:
     logprobs = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.1, 0.7], [0.5, 0.25, 0.25]]).log()
     spans = Spans.of(torch.tensor([0, 0, 1]))
     said = target(logprobs, 2)
-    found = mean_target(said.ids, said.logprobs, said.rest, spans, 3)
+    found = mean_target(said, spans, 3)
     # Known of the first two: 0.6, 0.3, – and 0.2, –, 0.7, so the means are 0.4, 0.15, 0.35 and 0.1 that is outside.
     assert found.ids.tolist() == [[0, 2], [0, 1]]
     torch.testing.assert_close(found.logprobs.exp(), torch.tensor([[0.4, 0.35], [0.5, 0.25]]))
     torch.testing.assert_close(found.rest.exp(), torch.tensor([0.25, 0.25]))
+
+
+def test_what_a_teacher_says_lies_at_the_first_token_of_each_chunk() -> None:
+    """Two turns: of the first, the student's token 2 and the teacher's 1 are in no chunk, for both were cut."""
+    out = {"logprobs": torch.tensor([-1.0, -9, -2, -3]), "topk_rest": torch.tensor([-5.0, 0, -6, -7])}
+    out |= {
+        "topk_ids": torch.tensor([[4], [0], [3], [5]]),
+        "topk_logprobs": torch.tensor([[-0.1], [0], [-0.2], [-0.3]]),
+    }
+    mask, ours, theirs = (
+        torch.tensor([0.0, 1, 1, 1, 0, 1, 1]),
+        torch.tensor([7, 7, 0, 8, 9]),
+        torch.tensor([7, 0, 8, 9]),
+    )
+    found = chunk_columns(mask, ours, theirs, out, SameVocabulary(FORWARD))
+    assert found["chunk"].tolist() == [0, 1, 1, 0, 0, 2, 3]
+    assert found["topk_ids"][:, 0].tolist() == [0, 4, 0, 0, 0, 3, 5]
+    assert found["topk_rest"].tolist() == [0, -5, 0, 0, 0, -6, -7]
+    assert float(found["likelihood"]) == pytest.approx((-1 - 2 - 3) / 4)
+    none = chunk_columns(mask, ours * 0, theirs * 0, out, SameVocabulary(FORWARD))
+    assert not none["chunk"].any() and float(none["likelihood"]) == -math.inf
 
 
 # ---------------------------------------------------------------------------------------------------- the whole loss
@@ -161,7 +183,9 @@ def step(rows: int = 8, *, k: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
     for name in ("a", "b"):
         said = target(torch.randn(rows, width, V, generator=generator).log_softmax(-1), k)
         columns[f"{name}/chunk"] = torch.zeros(rows, width, dtype=torch.int64)
-        columns |= {f"{name}/ids": said.ids, f"{name}/logprobs": said.logprobs, f"{name}/rest": said.rest}
+        columns[f"{name}/weight"] = torch.full((rows,), {"a": 0.7, "b": 1.3}[name])
+        columns |= {f"{name}/topk_ids": said.ids, f"{name}/topk_logprobs": said.logprobs}
+        columns |= {f"{name}/topk_rest": said.rest}
     for row, length in enumerate(lengths):
         columns["loss_mask"][row, 1:length] = 1
         for name in ("a", "b") if row != 3 else ("b",):  # row 3 has nothing of a
@@ -179,7 +203,7 @@ def whole_loss(**options: Any) -> CrossTokenizerLoss:
     some = torch.tensor([0, 2, 3])
     gold = Gold.of(torch.stack([some, some.flip(0)]), (V, V), divergence=Divergence("jsd", 0.5), whole=False)
     projection = Projection.of(FORWARD, torch.arange(V), torch.arange(V).flip(0), torch.ones(V), V)
-    return CrossTokenizerLoss({"a": (0.7, gold), "b": (1.3, projection)}, **options)
+    return CrossTokenizerLoss({"a": gold, "b": projection}, **options)
 
 
 def gradient(
@@ -191,7 +215,10 @@ def gradient(
     cut = []
     for part in parts:
         width = int(columns["loss_mask"][part].sum(1).max()) + 1
-        own = {name: _padded(column[part, :width], padding) for name, column in columns.items()}
+        own = {
+            name: _padded(column[part, :width], padding) if column.ndim > 1 else column[part]
+            for name, column in columns.items()
+        }
         cut.append((part, width, own))
         for key, count in loss.counts(own).items():
             norm[key] = norm.get(key, 0.0) + count
@@ -215,7 +242,7 @@ def _padded(values: Tensor, padding: int) -> Tensor:
         {},
         {"temperature": 2.0, "ce_weight": 0.3},
         {"reduction": "sequence"},
-        {"pooled": True, "ce_weight": 0.3, "ce_scale": 2.0},
+        {"reduction": "sequence", "ce_weight": 0.3, "ce_scale": 2.0},
     ],
     ids=str,
 )
@@ -243,9 +270,10 @@ def test_metrics_are_those_of_the_whole_step_however_it_is_split() -> None:
     for name, metric in whole.items():
         assert merged_parts[name].value == pytest.approx(metric.value, rel=1e-5), name
     assert whole["loss"].value == pytest.approx(float(value), rel=1e-6)
-    assert whole["loss"].value == pytest.approx(
-        0.7 * whole["loss/a"].value + 1.3 * whole["loss/b"].value + 0.75 * whole["nll"].value, rel=1e-5
-    )
+    counts = [0.7 * whole["loss/a"].weight, 1.3 * whole["loss/b"].weight]  # all chunks, by their teachers' weights
+    mean = (counts[0] * whole["loss/a"].value + counts[1] * whole["loss/b"].value) / sum(counts)
+    assert norm["chunks"] == pytest.approx(sum(counts))
+    assert whole["loss"].value == pytest.approx(mean + 0.75 * whole["nll"].value, rel=1e-5)
     assert whole["distillation"].value == pytest.approx(whole["loss"].value - 0.75 * whole["nll"].value, rel=1e-4)
 
 
@@ -254,7 +282,8 @@ def test_reductions() -> None:
     logits, columns = step()
     logits, columns = logits[:2], {name: column[:2] for name, column in columns.items()}
     columns["b/chunk"] = torch.tensor([[0, 1, 0, 0, 0, 0, 0], [0, 1, 2, 2, 3, 0, 0]])
-    loss = CrossTokenizerLoss({"b": (1.0, whole_loss().teachers["b"][1])})
+    loss = CrossTokenizerLoss({"b": whole_loss().teachers["b"]})
+    columns["b/weight"] = torch.ones(2)
     parts = []
     for row in range(2):
         own = {name: column[row : row + 1] for name, column in columns.items()}
@@ -265,8 +294,8 @@ def test_reductions() -> None:
     assert float(by_row({"logits": logits}, columns, norm=by_row.counts(columns))[0]) == pytest.approx(
         sum(parts) / 2, rel=1e-5
     )
-    assert loss.counts(columns) == {"chunks/b": 4.0}
-    assert by_row.counts(columns) == {"chunks/b": 2.0}
+    assert loss.counts(columns) == {"chunks": 4.0}
+    assert by_row.counts(columns) == {"chunks": 2.0}
 
 
 def test_rows_without_chunks_count_for_nothing() -> None:
@@ -284,6 +313,20 @@ def test_rows_without_chunks_count_for_nothing() -> None:
     assert math.isfinite(metrics["loss"].value)
 
 
+def test_a_teacher_without_weight_has_no_part_in_a_row() -> None:
+    """Each row has the one teacher that teaches it best: one mean over all rows' chunks."""
+    logits, columns = step()
+    best = torch.tensor([1.0, 0, 0, 0, 1, 0, 1, 0])
+    columns |= {"a/weight": best, "b/weight": 1 - best}
+    loss = whole_loss()
+    value, metrics = loss({"logits": logits}, columns, norm=loss.counts(columns))
+    chunks = {name: columns[f"{name}/chunk"].amax(1) for name in "ab"}
+    assert loss.counts(columns)["chunks"] == int(torch.where(best > 0, chunks["a"], chunks["b"]).sum())
+    assert metrics["loss/a"].weight == int(chunks["a"][best > 0].sum())
+    columns["a/topk_logprobs"][best == 0] = torch.nan
+    assert float(loss({"logits": logits}, columns, norm=loss.counts(columns))[0]) == float(value)
+
+
 def test_temperature_multiplies_by_its_square() -> None:
     logits, columns = step()
     cold, warm = whole_loss(), whole_loss(temperature=3.0)
@@ -295,7 +338,7 @@ def test_probabilities_that_vanish_stay_finite() -> None:
     logits = torch.full((1, 3, V), -1e4)
     logits[..., 0] = 1e4
     _, columns = step(rows=1)
-    columns = {name: column[:, :3] for name, column in columns.items()}
+    columns = {name: column[:, :3] if column.ndim > 1 else column for name, column in columns.items()}
     leaf = logits.requires_grad_()
     loss = whole_loss()
     value, _ = loss({"logits": leaf}, columns, norm=loss.counts(columns))

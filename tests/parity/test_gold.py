@@ -53,15 +53,16 @@ def ours(case: GoldCase) -> tuple[Tensor, Tensor]:
         divergence=Divergence("jsd", case.beta),
         merge=case.merge,
     )
-    loss = CrossTokenizerLoss({"t": (1.0, gold)}, case.temperature, "sequence", ce_weight=case.ce_weight)
+    loss = CrossTokenizerLoss({"t": gold}, case.temperature, "sequence", ce_weight=case.ce_weight)
     shape = (*first.shape, len(other_names))
     columns = {
         "input_ids": student.ids,
         "loss_mask": (student.labels != -100).float(),
+        "t/weight": torch.ones(len(first)),
         "t/chunk": first,
-        "t/ids": torch.arange(len(other_names)).expand(shape),
-        "t/logprobs": torch.zeros(shape),
-        "t/rest": torch.full(first.shape, -1e4),
+        "t/topk_ids": torch.arange(len(other_names)).expand(shape),
+        "t/topk_logprobs": torch.zeros(shape),
+        "t/topk_rest": torch.full(first.shape, -1e4),
     }
     for row in range(len(first)):  # what the teacher says of a chunk lies at its first token on our side
         own = second[row] > 0
@@ -69,7 +70,7 @@ def ours(case: GoldCase) -> tuple[Tensor, Tensor]:
         spoken = logprobs.gather(1, teacher.ids[row, own][:, None])[:, 0]
         said = merged(logprobs, spoken, Spans.of(second[row, own]), case.merge)
         for number in range(1, int(first[row].max()) + 1):
-            columns["t/logprobs"][row, first[row].tolist().index(number)] = said[number - 1]
+            columns["t/topk_logprobs"][row, first[row].tolist().index(number)] = said[number - 1]
     logits = student.logits.clone().requires_grad_()
     value, _ = loss({"logits": logits / case.temperature}, columns, norm=loss.counts(columns))
     value.backward()

@@ -29,6 +29,20 @@ class Choosy(Environment):
         return Step(reward=float(message["content"] == self._answer), done=True)
 
 
+class AsksTwice(Environment):
+    """Another sum, whatever was said to the first."""
+
+    def reset(self, row: Any) -> list[Message]:
+        self._asked = False
+        return self.opening(row)
+
+    def step(self, message: Message) -> Step:
+        if self._asked:
+            return Step(reward=1.0, done=True)
+        self._asked = True
+        return Step(({"role": "user", "content": "12+34="},))
+
+
 class Told(Environment):
     """Counts its turns, says which process it is in, and does what it is told: hang, crash, or give a reward of NaN."""
 
