@@ -99,8 +99,12 @@ def _reward_model(name: str, config: RolloutRunConfig) -> RewardModel:
 
 
 def generators(rollouts: Rollouts | None, config: RunConfig, policy: models.LoadedModel) -> list[Generator]:
-    """What samples from the policy, connected to the rollouts: a model of its own, which weights are published to."""
+    """What samples from the policy, connected to the rollouts: a model of its own, which weights are published to. None
+    where neither a step nor validation samples from it."""
     if rollouts is None or not isinstance(config, RolloutRunConfig):
+        return []
+    algorithm = algorithm_config(config)
+    if isinstance(algorithm, RolloutAlgorithmConfig) and not algorithm.policy_samples and not rollouts.weights:
         return []
     return [connect(rollouts, config, policy, _copy(policy), slots=num_slots(config))]
 

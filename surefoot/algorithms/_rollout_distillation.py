@@ -11,13 +11,14 @@ from pydantic import Field, model_validator
 
 from surefoot.algorithms._teachers import Teachers, TeachersConfig
 from surefoot.config import PositiveInt, Real
+from surefoot.data.prepare import Dataset
 from surefoot.losses.supervised import NLL
 from surefoot.rollout.config import RolloutAlgorithmConfig, RolloutRunConfig
-from surefoot.rollout.evaluation import evaluate
-from surefoot.rollout.mixture import Answers, MixedSource, has_answer
+from surefoot.rollout.evaluation import evaluate, over_sets
+from surefoot.rollout.mixture import MixedSource, answered, has_answer, require_answers
 from surefoot.rollout.rollouts import Request, Rollout
 from surefoot.rollout.source import rows_of
-from surefoot.types import Algorithm, BatchRef, Clock, Head, Kit, Metrics, Objective, Poll, Source
+from surefoot.types import Algorithm, BatchRef, Clock, Head, Kit, Metrics, Objective, Poll, Source, merge_metrics
 
 _SENSE_ROWS = 8
 T = TypeVar("T")
@@ -42,6 +43,10 @@ class RolloutDistillationConfig(TeachersConfig, RolloutAlgorithmConfig):
     def dataset_answers(self) -> bool:
         """Some prompts."""
         return self.student_fraction < 1
+
+    @property
+    def policy_samples(self) -> bool:
+        return self.student_fraction > 0 or not self.dataset_answers  # validation is on its samples in the latter case
 
     @property
     def other_models(self) -> list[tuple[str, float]]:
@@ -82,6 +87,9 @@ class RolloutDistillation(Algorithm):
         self._kit, self._minibatch_rows, self._sense_is_checked = kit, run.policy.train_global_batch_size, False
         self._teachers = self.teachers(kit)
         self._teachers.check(kit)
+        if not config.policy_samples:
+            for data in kit.validation_data.values():
+                require_answers(data.prompts)
         return MixedSource(kit, config, policy_fraction=config.student_fraction, others=config.other_models)
 
     def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:
@@ -95,7 +103,7 @@ class RolloutDistillation(Algorithm):
     def _check_sense(self, kit: Kit) -> None:
         """On the data set's own answers, where it has some."""
         prompts = [(i, prompt) for i, prompt in enumerate(kit.train_data.prompts) if has_answer(prompt)][:_SENSE_ROWS]
-        found = [Answers(kit)(Request(f"answer_d{i}", 0, prompt, ())) for i, prompt in prompts]
+        found = answered([Request(f"answer_d{i}", 0, prompt, ()) for i, prompt in prompts], kit)
         if found:
             self._on(found, kit, lambda ref: self._teachers.warn_of_nonsense(ref, kit))
 
@@ -104,8 +112,9 @@ class RolloutDistillation(Algorithm):
         return [replace(self._teachers.objective(self._kit), epochs=epochs, minibatch_rows=rows)]
 
     def evaluate(self, kit: Kit, poll: Poll) -> Metrics:
-        """Rewards, where there are some, and how far the student is from its teachers on its own answers; and where the
-        data set answers prompts, "answer_nll", the student's loss per token on these answers."""
+        """Rewards, where there are some, and how far the student is from its teachers, on its own answers; on the data
+        set's, where nothing is sampled from it. Where the data set answers prompts, also "answer_nll", the student's
+        loss per token on these answers."""
         before = self.metrics
 
         def measure(found: Sequence[Rollout]) -> Metrics:
@@ -115,13 +124,22 @@ class RolloutDistillation(Algorithm):
             if not (asked and self.config.dataset_answers):
                 return own
             nll = Objective("policy", Head(), NLL())
-            answers = [Answers(kit)(request) for request in asked]
-            told = self._on(answers, kit, lambda ref: kit.engines["policy"].evaluate(ref, nll))
+            told = self._on(answered(asked, kit), kit, lambda ref: kit.engines["policy"].evaluate(ref, nll))
             return {**own, "answer_nll": told["loss"]}
 
-        measured_all = evaluate(kit.rollouts, kit.validation_data, kit.config.evaluation, poll, measure)
+        def on_answers(data: Dataset) -> Metrics:
+            asked = [Request(f"v{data.fingerprint}_d{i}", 0, prompt, ()) for i, prompt in enumerate(data.prompts)]
+            rows = run.num_prompts_per_batch
+            batches = [asked[at : at + rows] for at in range(0, len(asked), rows)]
+            return merge_metrics(measure(answered(batch, kit)) for batch in batches)
+
+        run = kit.config.evaluation
+        if self.config.policy_samples or kit.rollouts.weights:
+            measured = evaluate(kit.rollouts, kit.validation_data, run, poll, measure)
+        else:
+            measured = over_sets({name: on_answers(data) for name, data in kit.validation_data.items()})
         self.metrics = before
-        return measured_all
+        return measured
 
     def _measured(self, ref: BatchRef, kit: Kit) -> Metrics:
         return {**self.metrics, **kit.engines["policy"].evaluate(ref, self._teachers.objective(kit))}

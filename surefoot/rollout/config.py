@@ -86,6 +86,11 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
         """In a step with all its rows."""
         return self.num_epochs_per_step * self.rows_per_step // run.policy.train_global_batch_size
 
+    @property
+    def policy_samples(self) -> bool:
+        """Whether a step takes any completion from the policy."""
+        return True
+
     def check(self, run: RolloutRunConfig) -> None:
         """Raises `ValueError` when this does not go with the run's other sections."""
         if (self.needs_rewards or self.dynamic_sampling) and not run.rewards and run.environment is None:

@@ -47,6 +47,11 @@ def evaluate(
         answers = [each.rollout for each in judged]
         batches = [answers[start : start + rows] for start in range(0, len(answers), rows)]
         by_set[name] = {**measure(judged, config), **merge_metrics(map(further, batches))}
+    return over_sets(by_set)
+
+
+def over_sets(by_set: Mapping[str, Metrics]) -> Metrics:
+    """ "<set>/<metric>" for each set and "<metric>" over all."""
     found = {f"{name}/{key}": metric for name, metrics in by_set.items() for key, metric in metrics.items()}
     return found | merge_metrics(by_set.values())
 

@@ -33,13 +33,8 @@ class MixedSource(RolloutSource):
     ) -> None:
         super().__init__(kit, config)
         self._seed, self._fraction, self._others = kit.config.seed, policy_fraction, list(others)
-        self._answers = Answers(kit)
-        without = [prompt.where for prompt in kit.train_data.prompts if not has_answer(prompt)]
-        if without and not others and policy_fraction < 1:
-            raise DataError(
-                f"{without[0]} has no text as its `answer`, nor have {len(without) - 1} others, and the data set is to "
-                "answer prompts: `columns: {answer: their_name}` maps another name"
-            )
+        if not others and policy_fraction < 1:
+            require_answers(kit.train_data.prompts)
 
     def _answered(self, requests: Sequence[Request], version: int, poll: Poll) -> list[Rollout]:
         by_model: dict[str, list[Request]] = {}
@@ -50,7 +45,7 @@ class MixedSource(RolloutSource):
             if model:
                 answers = self._rollouts.sample(asked, self._rollouts.sampling, poll, model)
             else:
-                answers = [self._answers(request) for request in asked]
+                answers = answered(asked, self._kit)
             for rollout in answers:
                 rollout.said.version = version
                 found[rollout.request.id] = rollout
@@ -72,28 +67,38 @@ class MixedSource(RolloutSource):
         return derive_seed(self._seed, "mixture", purpose, group) / 2**63
 
 
-class Answers:
-    """Prompts with the answers of their column `answer`, as training on the two would have them."""
+def answered(requests: Sequence[Request], kit: Kit) -> list[Rollout]:
+    """Prompts with the answers of their column `answer`, as training on the two would have them. Raises `DataError`
+    when one cannot be rendered."""
+    encoder = Encoder(kit.tokenizer, kit.config.data, kit.config.policy.max_total_sequence_length)
+    return [_answered(request, encoder) for request in requests]
 
-    def __init__(self, kit: Kit) -> None:
-        self._encoder = Encoder(kit.tokenizer, kit.config.data, kit.config.policy.max_total_sequence_length)
 
-    def __call__(self, request: Request) -> Rollout:
-        """Raises `DataError` when the answer cannot be rendered."""
-        prompt, text = request.prompt, request.prompt.columns["answer"]
-        if prompt.messages is None:
-            row = Row(prompt.where, prompt=str(prompt.given), completion=text)
-        else:
-            asked = [{"role": "user", "content": prompt.given}] if isinstance(prompt.given, str) else prompt.given
-            row = Row(prompt.where, [*asked, {"role": "assistant", "content": text}], 1, prompt.tools)
-        found = self._encoder.encode(row)
-        if isinstance(found, BadRow) or not found:
-            raise DataError(f"{prompt.where}: its answer cannot be trained on: {found or 'the template hides it'}")
-        ids, own = found[-1].ids.tolist(), found[-1].mask.tolist()
-        first = own.index(True) if True in own else len(ids)
-        said = Said(ids[first:], own[first:], [0.0] * (len(ids) - first), [{"role": "assistant", "content": text}])
-        said.finish_reason = "length" if found[-1].length > len(ids) else "stop"
-        return Rollout(replace(request, prompt_ids=ids[:first]), said)
+def _answered(request: Request, encoder: Encoder) -> Rollout:
+    prompt, text = request.prompt, request.prompt.columns["answer"]
+    if prompt.messages is None:
+        row = Row(prompt.where, prompt=str(prompt.given), completion=text)
+    else:
+        asked = [{"role": "user", "content": prompt.given}] if isinstance(prompt.given, str) else prompt.given
+        row = Row(prompt.where, [*asked, {"role": "assistant", "content": text}], 1, prompt.tools)
+    found = encoder.encode(row)
+    if isinstance(found, BadRow) or not found:
+        raise DataError(f"{prompt.where}: its answer cannot be trained on: {found or 'the template hides it'}")
+    ids, own = found[-1].ids.tolist(), found[-1].mask.tolist()
+    first = own.index(True) if True in own else len(ids)
+    said = Said(ids[first:], own[first:], [0.0] * (len(ids) - first), [{"role": "assistant", "content": text}])
+    said.finish_reason = "length" if found[-1].length > len(ids) else "stop"
+    return Rollout(replace(request, prompt_ids=ids[:first]), said)
+
+
+def require_answers(prompts: Sequence[Prompt]) -> None:
+    """Raises `DataError` when a prompt has no answer."""
+    without = [prompt.where for prompt in prompts if not has_answer(prompt)]
+    if without:
+        raise DataError(
+            f"{without[0]} has no text as its `answer`, nor have {len(without) - 1} others, and the data set is to "
+            "answer prompts: `columns: {answer: their_name}` maps another name"
+        )
 
 
 def has_answer(prompt: Prompt) -> bool:

@@ -238,6 +238,20 @@ def test_a_prompt_without_an_answer_is_named(file: Path) -> None:
         runs.started(file, "distillation.student_fraction=0.5")
 
 
+def test_off_policy_nothing_is_sampled_and_validation_is_on_the_answers(file: Path) -> None:
+    """Neither is a second copy of the policy in memory."""
+    off = ("distillation.student_fraction=0", "max_num_steps=2", *UNSAVED, "val_period=2")
+    run = runs.started(file, *off)
+    assert not run.kit.rollouts._generators
+    loop.train(run)
+    (line,) = [line for line in runs.metric_lines(file.parent / "run") if line["kind"] == "val"][-1:]
+    assert line["heldout/answer_nll"] == pytest.approx(line["student_nll"], abs=1e-5)
+    assert not {"truncated", "completion_tokens"} & line.keys()
+    (file.parent / "heldout.jsonl").write_text('{"prompt": "1+1="}\n')
+    with pytest.raises(DataError, match=r"heldout.jsonl:1 has no text as its `answer`"):
+        runs.started(file, *off, "run_dir=" + str(file.parent / "again"))
+
+
 def test_only_the_students_own_tokens_of_several_turns(file: Path) -> None:
     """What an environment said between two turns is read, and neither teacher nor loss looks at how likely it is."""
     run = runs.started(file, *UNSAVED)
