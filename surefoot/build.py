@@ -63,10 +63,7 @@ def start(config: RunConfig, *, overwrite: bool = False, console: Console | None
     config = _with_absolute_paths(config)
     manager, listeners = _manager(config)
     run_dir = Path(config.run_dir)
-    for old in folders.claim(run_dir, manager.checkpoint_dir, overwrite=overwrite):
-        with lock_all([old]):  # a run that is still going on keeps its folder
-            folders.move_aside(old)
-    with _held(manager, run_dir):
+    with _cleared(run_dir, manager.checkpoint_dir, overwrite), _held(manager, run_dir):
         manager.open(resume=False)
         return _assemble(config, manager, listeners, ResumePoint(None), frozenset(), console)
 
@@ -163,7 +160,6 @@ def _assembled(
     if any(spec.precomputed is not None for spec in specs.values()):  # all that could be wrong has shown by now
         with preparing(console, "log-probs of the frozen model") as progress:
             builder.fill(engines, (train_data, *validation_data.values()), manager.fingerprints, progress)
-    _write_config(config)
     stop = _stop(config)
     sync = LocalSync(generators, build_rollouts.checksum(config))
     run = Run(algorithm, kit, source, sync, manager, report, stop, _limits(config))
@@ -246,16 +242,36 @@ def _limits(config: RunConfig) -> Limits:
 
 
 def _restore(run: Run, point: ResumePoint, report: RunReport) -> None:
+    """A part may refuse what it is to go on from: only after that does anything on the disk change."""
+    for name, part in run.parts.items():
+        if point.reader is not None and part is not report:
+            part.restore(point.reader.under(name))
+    _write_config(run.kit.config)
     run.checkpoints.start_attempt(point)  # on record before anything of the left-behind branch is set aside
     if point.reader is None:
         report.restart()
         return
-    for name, part in run.parts.items():
-        part.restore(point.reader.under(name))
+    report.restore(point.reader.under("report"))
     _log.info("going on from step %d (%s)", point.step, point.path)
 
 
 # ------------------------------------------------------------------------------------------------- folders and changes
+
+
+@contextmanager
+def _cleared(run_dir: Path, checkpoint_dir: Path, overwrite: bool) -> Iterator[None]:
+    """Old runs are aside, and held there, until the new one has come to be. If it does not, they are moved back."""
+    moved: list[tuple[Path, Path]] = []
+    with ExitStack() as locks:
+        try:
+            for old in folders.claim(run_dir, checkpoint_dir, overwrite=overwrite):
+                locks.enter_context(lock_all([old]))  # a run that is still going on keeps its folder
+                moved.append((old, folders.move_aside(old)))
+            yield
+        except BaseException:
+            for old, aside in reversed(moved):
+                folders.move_back(aside, old)
+            raise
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The run's one folder: claimed for a new run, moved aside on `--overwrite`, given back when a start fails."""
+"""The run's one folder: claimed for a new run, moved aside on `--overwrite` and back when the start fails."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def _is_of_a_start(path: Path) -> bool:
     return ours and path.is_file() and not path.is_symlink()
 
 
-def move_aside(folder: Path) -> None:
+def move_aside(folder: Path) -> Path:
+    """To the first free `<folder>.bak_<k>`, which is returned. Raises `CheckpointError` when that cannot be."""
     number = 1
     while (target := folder.with_name(f"{folder.name}.bak_{number}")).exists():
         number += 1
@@ -131,3 +132,14 @@ def move_aside(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be moved aside to {target}: {error.strerror}") from error
     _log.warning("the old run is now at %s", target)
+    return target
+
+
+def move_back(aside: Path, folder: Path) -> None:
+    """After a start that failed. Where that left something in the folder, the old run stays where it is."""
+    try:
+        aside.rename(folder)
+    except OSError as error:
+        _log.error("the old run stays at %s: it cannot be moved back to %s: %s", aside, folder, error.strerror)
+    else:
+        _log.warning("no new run has begun: the old one is back at %s", folder)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from surefoot import build, loop
+from surefoot.checkpoint import CheckpointManager
 from surefoot.errors import CheckpointError, SurefootError
 from surefoot.run import Run
 from tests.faults.project import Project, assert_all_sound
@@ -98,6 +101,50 @@ def test_overwriting_a_run_whose_checkpoints_lie_elsewhere(project: Project, mem
     for folder in ("elsewhere", "elsewhere.bak_1"):
         assert {path.name for path in (memory_path / folder).glob("step_*")} == {"step_2", "step_4", "step_6"}
         assert_all_sound(memory_path / folder)
+
+
+@pytest.mark.parametrize(  # what shows early, later and last
+    "word", ["data.train.path=FOLDER/none.jsonl", "policy.model_init.model_type=none", "logger.wandb=true"]
+)
+def test_a_run_that_is_refused_leaves_the_old_one_where_it_was(
+    project: Project, memory_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words = (f"run_dir={memory_path / 'run'}", f"checkpointing.checkpoint_dir={memory_path / 'elsewhere'}")
+    loop.train(runs.started(project.file, *words, "max_num_steps=2"))
+    before = names(memory_path)
+    with pytest.raises(SurefootError, match=r"none|wandb"):
+        overwriting(project, *words, word.replace("FOLDER", str(memory_path)))
+    assert names(memory_path) == before
+    loop.train(runs.resumed(memory_path / "run", "max_num_steps=6"))
+    assert (memory_path / "elsewhere" / "step_6").is_dir()
+
+
+def test_a_run_whose_checkpoints_cannot_be_moved_stays_as_it_was(project: Project, memory_path: Path) -> None:
+    loop.train(runs.started(project.file, f"run_dir={memory_path / 'run'}", "max_num_steps=2"))
+    (memory_path / "elsewhere").mkdir()
+    (memory_path / "elsewhere" / "notes.txt").write_text("mine")
+    before = names(memory_path)
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        overwriting(
+            project, f"run_dir={memory_path / 'run'}", f"checkpointing.checkpoint_dir={memory_path / 'elsewhere'}"
+        )
+    assert names(memory_path) == before
+
+
+def test_an_old_run_that_cannot_go_back_is_said_to_stay_aside(
+    project: Project, memory_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop.train(project.start(memory_path / "run", "max_num_steps=2"))
+
+    def failing(*args: Any) -> None:
+        raise CheckpointError("the disk is gone")
+
+    monkeypatch.setattr(CheckpointManager, "start_attempt", failing)
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        overwriting(project, f"run_dir={memory_path / 'run'}")
+    assert f"the old run stays at {memory_path / 'run'}.bak_1" in caplog.text
+    assert_all_sound(memory_path / "run.bak_1" / "checkpoints")
 
 
 @pytest.mark.parametrize("where", ["run", "run/checkpoints"])

@@ -157,9 +157,16 @@ def test_the_same_data_elsewhere_goes_on(straight: Path, memory_path: Path) -> N
 
 def test_without_optimizer_state_there_is_no_resume(every_straight: Path, memory_path: Path) -> None:
     run_dir = memory_path / "run"
-    runs.trained(every_straight, f"run_dir={run_dir}", "max_num_steps=2", "checkpointing.save_optimizer=false")
+    words = ("max_num_steps=2", "checkpointing.save_period=1", "checkpointing.save_optimizer=false")
+    runs.trained(every_straight, f"run_dir={run_dir}", *words)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+    before = files()
     with pytest.raises(ResumeRefused, match="save_optimizer"):
-        runs.resumed(run_dir, "max_num_steps=3")
+        runs.resumed(run_dir, "max_num_steps=3", checkpoint=run_dir / "checkpoints" / "step_1")
+    assert files() == before, "what is refused changes nothing, and leaves no checkpoint behind"
 
 
 def test_not_a_run(memory_path: Path) -> None:
