@@ -46,7 +46,8 @@ class EngineBuilder:
         """What the small files of further models and of the checkpoint tell.
 
         Raises:
-            ModelError: a model cannot be read, or has another tokenizer where it must be the policy's.
+            ModelError: a model cannot be read, or has another tokenizer where it must be the policy's; or an adapter
+                does not fit its model.
             ResumeRefused: a model that is not trained was saved in another way than it would go on.
         """
         for name, spec in self.specs.items():
@@ -60,6 +61,8 @@ class EngineBuilder:
                     self.tokenizers[name] = models.load_tokenizer(own)
                 elif section.model_name not in (None, self.config.policy.model_name):
                     models.require_same_tokenizer(self.tokenizer, models.load_tokenizer(own), str(own.model_name))
+            if spec.trained and self.point.reader is None:
+                models.check_adapter(self._section(spec), self.tokenizer, spec.kind)
 
     def _require_saved_alike(self, name: str, spec: EngineSpec) -> None:
         if self.point.reader is None or spec.trained:

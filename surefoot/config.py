@@ -131,7 +131,7 @@ class LoraConfig(Section):
     pattern that matches nothing is an error. Tied embeddings are adapted each by itself.
 
     Attributes:
-        dim: the rank. The adapter's product is scaled by `alpha` / `dim`.
+        dim: the rank, at most the smaller side of each layer. The adapter's product is scaled by `alpha` / `dim`.
         target_modules: what is adapted: linear layers and embeddings; "all-linear": every linear layer but the head.
         exclude_modules: which of these stay frozen after all, for example whole layers.
         modules_to_save: trained in full beside the adapter and saved with it: embeddings, norms, the head.

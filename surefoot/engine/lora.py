@@ -37,10 +37,7 @@ def attach(model: Any, config: LoraConfig, *, seed: int, score: bool, base: str 
     Raises:
         ModelError: a pattern matches nothing, or every target is excluded.
     """
-    targets, saved = _targets(model, config, score), _saved(model, config, score)
-    adapted = [name for name in targets if name not in saved]
-    if not adapted:
-        raise ModelError("lora: every module that target_modules names is excluded or in modules_to_save")
+    adapted, saved = _chosen(model, config, score)
     settings = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_CLS if score else peft.TaskType.CAUSAL_LM,
         r=config.dim,
@@ -56,6 +53,32 @@ def attach(model: Any, config: LoraConfig, *, seed: int, score: bool, base: str 
         made = peft.PeftModel(model, settings)
     _require_exactly(model, adapted, saved)
     return made.eval()  # peft's new modules are in training mode, whatever the model was
+
+
+def check(model: Any, config: LoraConfig, *, score: bool) -> None:
+    """What names and shapes alone tell; the model may be one without values.
+
+    Raises:
+        ModelError: as `attach` does; or the rank is above what a product of a layer's size can have.
+    """
+    sizes = {name: tuple(model.get_submodule(name).weight.shape) for name in _chosen(model, config, score)[0]}
+    small = [name for name in sizes if min(sizes[name]) < config.dim]
+    if small:
+        name = min(small, key=lambda each: min(sizes[each]))
+        ends = ", ".join(dict.fromkeys(each.rpartition(".")[2] for each in small))
+        raise ModelError(
+            f"lora.dim: found {config.dim}, but {name} is {' x '.join(map(str, sizes[name]))}: expected at most its "
+            f"smaller side, {min(sizes[name])}. Lower dim, or name what is smaller in exclude_modules: {ends}"
+        )
+
+
+def _chosen(model: Any, config: LoraConfig, score: bool) -> tuple[list[str], list[str]]:
+    """The modules that are adapted, and those that are trained in full."""
+    targets, saved = _targets(model, config, score), _saved(model, config, score)
+    adapted = [name for name in targets if name not in saved]
+    if not adapted:
+        raise ModelError("lora: every module that target_modules names is excluded or in modules_to_save")
+    return adapted, saved
 
 
 def _targets(model: Any, config: LoraConfig, score: bool) -> list[str]:

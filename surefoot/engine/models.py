@@ -240,6 +240,26 @@ def check_folder(config: EngineConfig, kind: Kind = "causal_lm", key: str = "pol
         _check_length(hf_config, config.max_total_sequence_length, config.model_name)
 
 
+def check_adapter(config: EngineConfig, tokenizer: Any, kind: Kind = "causal_lm") -> None:
+    """Whether the adapter fits the model, which its shape alone tells: no weight is read or drawn.
+
+    Raises:
+        ModelError: as `lora.check` does, or the model cannot be made.
+    """
+    if config.lora is None:
+        return
+    if config.model_init is not None:
+        hf_config = _initial_config(config.model_init, tokenizer, kind)
+    else:
+        assert config.model_name is not None
+        hf_config = _trainable_config(_resolve(config.model_name, "policy.model_name"), kind)
+        if kind == "scalar":
+            _as_scalar(hf_config, tokenizer)
+    with _loading(f"a model of type {hf_config.model_type}"), torch.device("meta"):
+        shape = _auto(kind).from_config(hf_config, dtype=torch.float32)
+    lora.check(shape, config.lora, score=kind == "scalar")
+
+
 def check_base(config: EngineConfig) -> None:
     """Raises `ModelError`, saying how to name its new place, when the base beneath a saved adapter is not there."""
     if config.model_name is None:
@@ -468,6 +488,14 @@ def _check_score(model: Any, source: str) -> None:
 
 
 def _random(model_init: Mapping[str, Any], tokenizer: Any, seed: int, kind: Kind) -> Any:
+    hf_config = _initial_config(model_init, tokenizer, kind)
+    with _loading(f"model_init ({model_init})"), _drawn_from(seed):
+        model = _auto(kind).from_config(hf_config, dtype=torch.float32)
+    model.eval()
+    return model
+
+
+def _initial_config(model_init: Mapping[str, Any], tokenizer: Any, kind: Kind) -> Any:
     """Where `model_init` is silent, the vocabulary's size and the special tokens' ids are the tokenizer's."""
     settings = dict(model_init)
     model_type = settings.pop("model_type")
@@ -482,13 +510,11 @@ def _random(model_init: Mapping[str, Any], tokenizer: Any, seed: int, kind: Kind
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         settings.setdefault(name, getattr(tokenizer, name))
     settings.setdefault("vocab_size", max(tokenizer.get_vocab().values()) + 1)
-    with _loading(f"model_init ({model_init})"), _drawn_from(seed):
+    with _loading(f"model_init ({model_init})"):
         hf_config = AutoConfig.for_model(model_type, **settings)
         if kind == "scalar":
             _as_scalar(hf_config, tokenizer)
-        model = _auto(kind).from_config(hf_config, dtype=torch.float32)
-    model.eval()
-    return model
+    return hf_config
 
 
 def _did_you_mean(near: list[str]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close as close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from surefoot.config import EngineConfig
+from surefoot.config import EngineConfig, LoraConfig
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import models
 from surefoot.engine.local import LocalEngine
@@ -194,6 +194,39 @@ def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path, lora: dict[s
     configuration = configured(tmp_path, "untied llama", lora)
     with pytest.raises(ModelError, match=words):
         engine_of(configuration, MemoryPlane())
+
+
+@pytest.mark.parametrize(("name", "lora"), CASES)
+def test_what_can_be_attached_is_known_without_weights(tmp_path: Path, name: str, lora: dict[str, Any]) -> None:
+    for configuration in (configured(tmp_path, name, lora), tiny.config(tmp_path, name, lora={"dim": 4, **lora})):
+        models.check_adapter(configuration, models.load_tokenizer(configuration))
+        wrong = configuration.model_copy(update={"lora": LoraConfig(target_modules=["q_porj"])})
+        with pytest.raises(ModelError, match=r"lora\.target_modules: 'q_porj' matches no module"):
+            models.check_adapter(wrong, models.load_tokenizer(wrong))
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "words"),
+    [
+        ("untied llama", {"dim": 9}, r"layers\.0\.self_attn\.k_proj is 8 x 16: .*exclude_modules: k_proj, v_proj$"),
+        (
+            "untied llama",
+            {"dim": 17, "target_modules": ["o_proj"]},
+            r"o_proj is 16 x 16: .*at most its smaller side, 16",
+        ),
+        ("untied llama", {"dim": 17, "target_modules": ["embed_tokens"]}, r"embed_tokens is \d+ x 16: "),
+        ("gpt2", {"dim": 17, "target_modules": ["h.1.attn.c_attn"]}, r"h\.1\.attn\.c_attn is 16 x 48: "),
+    ],
+)
+@pytest.mark.parametrize("kind", ["causal_lm", "scalar"])
+def test_a_rank_above_a_layers_size_is_an_error(
+    tmp_path: Path, name: str, lora: dict[str, Any], words: str, kind: models.Kind
+) -> None:
+    configuration = configured(tmp_path, name, lora)
+    with pytest.raises(ModelError, match=rf"lora\.dim: found {lora['dim']}, but .*{words}"):
+        models.check_adapter(configuration, models.load_tokenizer(configuration), kind)
+    fits = configured(tmp_path, name, {**lora, "dim": 8})
+    models.check_adapter(fits, models.load_tokenizer(fits), kind)
 
 
 def test_only_the_adapter_is_trained_and_saved(tmp_path: Path) -> None:

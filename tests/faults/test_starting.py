@@ -11,7 +11,7 @@ import pytest
 
 from surefoot import build, loop
 from surefoot.checkpoint import CheckpointManager
-from surefoot.errors import CheckpointError, SurefootError
+from surefoot.errors import CheckpointError, ModelError, SurefootError
 from surefoot.run import Run
 from tests.faults.project import Project, assert_all_sound
 from tests.helpers import mounts, runs
@@ -118,6 +118,16 @@ def test_a_run_that_is_refused_leaves_the_old_one_where_it_was(
     assert names(memory_path) == before
     loop.train(runs.resumed(memory_path / "run", "max_num_steps=6"))
     assert (memory_path / "elsewhere" / "step_6").is_dir()
+
+
+@pytest.mark.parametrize("section", ["policy", "value"])
+def test_an_adapter_that_does_not_fit_shows_before_the_data_is_read(memory_path: Path, section: str) -> None:
+    file = runs.write_project(memory_path / "project", case="ppo")
+    with pytest.raises(ModelError, match=r"lora\.dim: found 17, but .* is 16 x 16"):
+        runs.started(
+            file, f"{section}.lora={{dim: 17}}", "data.train.path=none.jsonl", f"run_dir={memory_path / 'run'}"
+        )
+    assert not (memory_path / "run").exists()
 
 
 def test_a_run_whose_checkpoints_cannot_be_moved_stays_as_it_was(project: Project, memory_path: Path) -> None:
