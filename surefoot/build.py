@@ -79,8 +79,8 @@ def resume(
     """The run in `run_dir`, at its newest checkpoint that verifies, or at `checkpoint`, or at step 0 if it has none.
 
     Args:
-        allow: what may differ from the checkpoint besides what always may: a fingerprint's name (dataset, model …) or a
-            configuration key.
+        allow: what may differ from the checkpoint besides what always may: a fingerprint's name (dataset, model …), a
+            configuration key, or a section with all keys beneath it.
 
     Raises:
         ResumeRefused: the configuration, data or model differs from the checkpoint's.
@@ -307,12 +307,13 @@ _CHANGE_ROUNDING = ("policy.num_threads", "policy.device")
 
 def _check_changes(before: RunConfig, after: RunConfig, allow: frozenset[str]) -> None:
     changes = [change for change in config_changes(before, after) if change.path != "run_dir"]
-    refused = [c for c in changes if not c.allowed and c.path not in allow]
+    refused = [c for c in changes if not c.allowed and not c.is_in(allow)]
     if refused:
         lines = "\n".join(f"  - {c.path}: the checkpoint was made with {c.before!r}, now {c.after!r}" for c in refused)
         raise ResumeRefused(
             f"the configuration differs in what a resumed run may not change:\n{lines}\n"
-            f"Put the old value back, start a new run, or allow it by name: --allow {refused[0].path}"
+            f"Put the old value back, start a new run, or allow it by name, which may be a section's: "
+            f"--allow {refused[0].path}"
         )
     for change in changes:
         _log.info("changed: %s: %r -> %r", change.path, change.before, change.after)

@@ -9,7 +9,7 @@ import difflib
 import importlib
 import json
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -358,7 +358,11 @@ class ConfigChange:
 
     @property
     def allowed(self) -> bool:
-        return self.is_place or any(self.path == key or self.path.startswith(f"{key}.") for key in MAY_CHANGE)
+        return self.is_place or self.is_in(MAY_CHANGE)
+
+    def is_in(self, keys: Iterable[str]) -> bool:
+        """Whether one of the keys is this one, or a section that it is in."""
+        return any(self.path == key or self.path.startswith(f"{key}.") for key in keys)
 
 
 def config_changes(before: RunConfig, after: RunConfig) -> list[ConfigChange]:

@@ -200,16 +200,17 @@ def check_fingerprints(
     Raises:
         ResumeRefused: something differs that `allow` does not name; the message names both.
     """
-    refused = []
+    refused = {}
     for name in sorted({*manifest.fingerprints, *expected} - {"layout"} - set(allow)):
         before, now = manifest.fingerprints.get(name), expected.get(name)
         if before is None or now is None or before.hash != now.hash:
             was = before.description if before else "not recorded"
             given = now.description if now else "none"
-            refused.append(f"{name.replace('_', ' ')}: the checkpoint was written with {was}; this run has {given}")
+            refused[name] = f"{name.replace('_', ' ')}: the checkpoint was written with {was}; this run has {given}"
     if refused:
         raise ResumeRefused(
             f"step {manifest.step} cannot be resumed with something else than wrote it.\n  "
-            + "\n  ".join(refused)
-            + "\nGo on with what the checkpoint was written with, start a new run, or allow this one change by name."
+            + "\n  ".join(refused.values())
+            + "\nGo on with what the checkpoint was written with, start a new run, or allow the change by name: "
+            + " ".join(f"--allow {name}" for name in refused)
         )

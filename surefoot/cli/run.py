@@ -33,7 +33,9 @@ def resume(
     overrides: list[str] = OVERRIDES,
     from_: Path | None = typer.Option(None, "--from", help="This checkpoint, instead of the newest that verifies."),
     allow: list[str] = typer.Option(
-        [], help="Let this differ from the checkpoint: dataset, model, tokenizer …, or a configuration key."
+        [],
+        help="Let this differ from the checkpoint: dataset, model, tokenizer, chat_template, algorithm, a key of the "
+        "configuration, or a section with all keys beneath it, such as policy.lora. May be given several times.",
     ),
 ) -> None:
     """Continue a run from its newest checkpoint that verifies."""

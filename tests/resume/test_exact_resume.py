@@ -132,6 +132,22 @@ def test_what_may_not_change_is_refused_with_both_values(
     assert all(word in str(caught.value) for word in named)
 
 
+@pytest.mark.parametrize("allowed", ["policy.optimizer", "policy", "policy.optimizer.lr", "policy.optimizer.beta1"])
+def test_a_section_is_allowed_with_all_keys_beneath_it(straight: Path, memory_path: Path, allowed: str) -> None:
+    run_dir = memory_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2")
+    changes = ("policy.optimizer.lr=0.5", "policy.optimizer.beta1=0.8", "max_num_steps=3")
+    if allowed.count(".") == 2:
+        with pytest.raises(
+            ResumeRefused, match=r"policy\.optimizer\.(beta1|lr): .*\n.*which may be a section's: --allow"
+        ):
+            runs.resumed(run_dir, *changes, allow=frozenset({allowed, "policy.opt"}))
+    else:
+        run = runs.resumed(run_dir, *changes, allow=frozenset({allowed}))
+        assert run.kit.config.policy.optimizer.lr == 0.5
+        assert loop.train(run).steps == 1
+
+
 def test_other_data_is_refused_unless_allowed(
     straight: Path, memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,7 +157,7 @@ def test_other_data_is_refused_unless_allowed(
     other = memory_path / "other.jsonl"
     for count in (3, 20):
         other.write_text("\n".join([*lines[-count:][::-1]]))
-        with pytest.raises(ResumeRefused, match="dataset: the checkpoint was written with"):
+        with pytest.raises(ResumeRefused, match=r"(?s)dataset: the checkpoint was written with.*--allow dataset$"):
             runs.resumed(run_dir, f"data.train.path={other}", "max_num_steps=4")
     run = runs.resumed(run_dir, f"data.train.path={other}", "max_num_steps=4", allow=frozenset({"dataset"}))
     assert any("starts again at row 0" in record.message for record in caplog.records)
