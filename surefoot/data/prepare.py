@@ -95,6 +95,11 @@ class Dataset:
     def num_groups(self) -> int:
         return len(self) // self.group_size
 
+    @property
+    def usable(self) -> str:
+        """How many there are, in words: "5 usable rows", or of preferences "5 usable pairs"."""
+        return f"{self.num_groups} usable {'pairs' if self.group_size == 2 else 'rows'}"
+
     def ids(self, i: int) -> Tensor:
         """int64 [tokens]."""
         return self.tokens[self.offsets[i] : self.offsets[i + 1]].long()

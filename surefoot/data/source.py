@@ -59,13 +59,13 @@ class CursorSource:
         self._identity = {"dataset": dataset.fingerprint, "seed": seed, "shuffle": shuffle}
         if self._cursor.steps_per_epoch == 0:
             raise ConfigError(
-                f"data.drop_last: true with {len(dataset)} usable rows in {dataset.name} and {per_step} per step "
-                f"leaves no step to train; expected at most {len(dataset)} rows per step, or drop_last: false"
+                f"data.drop_last: true with {dataset.usable} in {dataset.name} and {per_step} per step leaves no step "
+                f"to train; expected at most {len(dataset)} rows per step, or drop_last: false"
             )
         if groups_per_step > dataset.num_groups:
             _log.warning(
-                "%s has %d usable rows, fewer than the %s of a step: every step is one short batch, the whole set",
-                *(dataset.name, len(dataset), per_step),
+                "%s has %s, fewer than the %s of a step: every step is one short batch, the whole set",
+                *(dataset.name, dataset.usable, per_step),
             )
 
     @property
@@ -83,8 +83,8 @@ class CursorSource:
             return ""
         steps = "" if self.steps_per_epoch is None else f" of {self.steps_per_epoch} steps"
         return (
-            f"the training data is used up: {self._max_epochs} epochs{steps} over {len(self._dataset)} rows of "
-            f"{self._dataset.name} are done"
+            f"the training data is used up: {self._max_epochs} epoch{'s' * (self._max_epochs > 1)}{steps} over "
+            f"{self._dataset.usable} of {self._dataset.name}"
         )
 
     def close(self) -> None:
@@ -128,7 +128,8 @@ class DatasetSource(CursorSource):
 
     def __init__(self, dataset: Dataset, plane: DataPlane, *, rows_per_step: int, **position: Any) -> None:
         groups = _whole_groups(dataset, rows_per_step, "policy.train_global_batch_size")
-        super().__init__(dataset, groups_per_step=groups, per_step=f"{rows_per_step} rows", **position)
+        per_step = f"{rows_per_step} rows" if dataset.group_size == 1 else f"{groups} pairs ({rows_per_step} rows)"
+        super().__init__(dataset, groups_per_step=groups, per_step=per_step, **position)
         self._plane = plane
 
     def take(self, clock: Clock, poll: Poll) -> BatchRef | None:

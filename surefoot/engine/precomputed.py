@@ -76,7 +76,9 @@ class Precomputed:
                         found = cache.read(name)
                         if found is None:
                             if not computed:
-                                _log.info("computing log-probs of a frozen model: %d rows to go at most", total - done)
+                                _log.info(
+                                    "computing log-probs of a frozen model: %d sequences to go at most", total - done
+                                )
                             found = self._computed(opened(), ids, rows.group_size)
                             _require_finite(found, ids, name)
                             cache.write(name, found)
@@ -85,7 +87,7 @@ class Precomputed:
                         done += len(ids)
                         progress(done, total)
                 self._digest = self._digest or _digest(self._outputs[name][:end] for name in self._head.names)
-        _log.info("log-probs of the frozen model: %d rows computed, %d from the cache", computed, total - computed)
+        _log.info("log-probs of the frozen model: %d sequences computed, %d from the cache", computed, total - computed)
 
     def _computed(self, engine: Engine, ids: Sequence[Tensor], group_size: int) -> dict[str, Tensor]:
         """Groups stay together, as in training: where a micro-batch is one group, sums are rounded the same."""

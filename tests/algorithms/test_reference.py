@@ -220,7 +220,7 @@ def test_what_was_finished_before_an_interruption_is_kept(
     assert not (file.parent / "run").exists()
     runs.trained(file, *kept(file.parent))
     assert watched.inferred == 26
-    assert "18 rows computed, 8 from the cache" in caplog.text
+    assert "18 sequences computed, 8 from the cache" in caplog.text
 
 
 @pytest.mark.parametrize("change", ["rows", "length", "template", "tokenizer", "model", "precision", "seed"])

@@ -150,7 +150,7 @@ def test_epochs_and_short_batches(tmp_path: Path) -> None:
         seen.append((source.epoch, batch[0].groups[0], batch[1]))
     assert seen == [(e, f"e{e}_d{d}", rows) for e in (0, 1) for d, rows in ((0, [0, 1]), (2, [2, 3]), (4, [4]))]
     assert take(source, plane) is None
-    assert source.exhausted.startswith("the training data is used up: 2 epochs of 3 steps over 5 rows of")
+    assert source.exhausted.startswith("the training data is used up: 2 epochs of 3 steps over 5 usable rows of")
     dropping, plane = source_of(dataset, 2, shuffle=False, max_epochs=2, drop_last=True)
     assert dropping.steps_per_epoch == 2
     assert taken(dropping, plane) == [[0, 1], [2, 3], [0, 1], [2, 3]]
@@ -287,7 +287,7 @@ def test_the_sides_of_a_pair_stay_together_the_chosen_one_first(tmp_path: Path) 
             source.retire(ref, LIVE)
         assert sorted(seen) == list(range(5))
     assert source.take(Clock(), no_poll) is None
-    assert "2 epochs of 3 steps over 10 rows" in source.exhausted
+    assert "2 epochs of 3 steps over 5 usable pairs" in source.exhausted
 
 
 def test_resuming_among_pairs(tmp_path: Path) -> None:
@@ -318,3 +318,16 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
         source_of(dataset, 5)
     with pytest.raises(ConfigError, match="val_batch_size: 1 rows do not hold whole pairs"):
         next(iterate(dataset, MemoryPlane(), 1))
+
+
+def test_pairs_are_counted_as_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = pairs_of(tmp_path, 3)
+    source, plane = source_of(dataset, 4, max_epochs=1)
+    assert [len(rows) for rows in taken(source, plane)] == [4, 2]
+    assert source.exhausted.endswith(f": 1 epoch of 2 steps over 3 usable pairs of {dataset.name}")
+    with pytest.raises(
+        ConfigError, match=r"with 3 usable pairs in .* and 4 pairs \(8 rows\) per step .* at most 6 rows"
+    ):
+        source_of(dataset, 8, drop_last=True)
+    source_of(dataset, 8)
+    assert "has 3 usable pairs, fewer than the 4 pairs (8 rows) of a step" in caplog.text
