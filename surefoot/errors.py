@@ -39,7 +39,7 @@ class StaleWeights(SurefootError):
 
 
 class NothingTrained(SurefootError):
-    """A run ended by itself without one training step. Zero steps are never a success."""
+    """A run ended by itself without one training step. That is no success, unless it was finished before."""
 
 
 class CheckpointError(SurefootError):

@@ -20,7 +20,7 @@ def train(run: Run) -> Outcome:
         SaveFailed: a background save failed; no step was trained after its failure was seen.
         StorageFailed: the metrics cannot be written.
         NonFiniteError: a loss or gradient norm is not finite; nothing was saved from that step.
-        NothingTrained: the run ended by itself without one training step.
+        NothingTrained: the run ended by itself without one training step, and was not finished before.
     """
     clock, started = run.clock, run.clock.step
 
@@ -40,9 +40,7 @@ def train(run: Run) -> Outcome:
             except StopRequested as stop:
                 outcome = Outcome(0, stop.reason, stop.exit_code)
             if clock.step == started and outcome.exit_code == 0:
-                limits = " and ".join(limits_reached(run)) or "that limit"
-                where = f"the run is at step {clock.step}; raise {limits} to go on"
-                raise NothingTrained(f"no training step was done: {outcome.reason}, {where}")
+                outcome = _finished(run, outcome.reason)
             if clock.step > started:
                 _save_if_due(run, final=True)
     except StorageFailed as failure:
@@ -51,6 +49,14 @@ def train(run: Run) -> Outcome:
     finally:
         run.source.close()
     return Outcome(clock.step - started, outcome.reason, outcome.exit_code)
+
+
+def _finished(run: Run, reason: str) -> Outcome:
+    """Of a run that ended by itself without one step: right where all its steps were done before, else an error."""
+    limits, step = " and ".join(limits_reached(run)), run.clock.step
+    if not step or not limits:
+        raise NothingTrained(f"no training step was done: {reason}, the run is at step {step}")
+    return Outcome(0, f"nothing to do, the run is finished: {reason}; to go on, raise {limits}", exit_code=0)
 
 
 def limits_reached(run: Run) -> list[str]:

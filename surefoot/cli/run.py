@@ -66,7 +66,8 @@ def _turn(run: object) -> None:
     saved = run.checkpoints.get_latest_checkpoint_path()
     if saved is not None:
         config = run.kit.config
-        further = "".join(f" {key}={2 * getattr(config, key)}" for key in loop.limits_reached(run))
+        done = {"max_num_steps": run.clock.step, "max_num_epochs": run.source.epoch + 1}
+        further = "".join(f" {key}={2 * max(done[key], getattr(config, key))}" for key in loop.limits_reached(run))
         going_on = "to go on, for longer" if further else "to go on"
         typer.echo(f"saved as {saved}; {going_on}: surefoot resume {shlex.quote(config.run_dir)}{further}")
     raise typer.Exit(outcome.exit_code)

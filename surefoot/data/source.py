@@ -79,7 +79,7 @@ class CursorSource:
     @property
     def exhausted(self) -> str:
         cursor = self._cursor
-        if self._max_epochs is None or not cursor.epoch_is_done or cursor.epoch + 1 < self._max_epochs:
+        if self._max_epochs is None or cursor.epoch + cursor.epoch_is_done < self._max_epochs:
             return ""
         steps = "" if self.steps_per_epoch is None else f" of {self.steps_per_epoch} steps"
         return (

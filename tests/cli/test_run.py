@@ -55,6 +55,17 @@ def test_a_run_at_its_limit_says_how_to_go_on(memory_path: Path, limits: list[st
     file, run_dir = runs.write_project(memory_path), memory_path / "run"
     ended = CliRunner().invoke(app, ["train", str(file), f"run_dir={run_dir}", *limits])
     assert ended.exit_code == 0
+    again = CliRunner().invoke(app, ["resume", str(run_dir)])
+    assert again.exit_code == 0
+    assert "nothing to do, the run is finished: " in again.output
     command = f"surefoot resume {run_dir}{longer}"
-    assert f"to go on, for longer: {command}" in ended.output
+    for told in (ended, again):
+        assert f"to go on, for longer: {command}" in told.output
     assert CliRunner().invoke(app, command.split()[1:]).exit_code == 0
+
+
+def test_what_is_named_to_go_on_is_above_where_the_run_is(memory_path: Path) -> None:
+    runs.trained(runs.write_project(memory_path), "max_num_steps=12")  # of 5 in an epoch
+    ended = CliRunner().invoke(app, ["resume", str(memory_path / "run"), "max_num_steps=2", "max_num_epochs=1"])
+    assert ended.exit_code == 0
+    assert "max_num_steps=24 max_num_epochs=6" in ended.output

@@ -156,6 +156,15 @@ def test_epochs_and_short_batches(tmp_path: Path) -> None:
     assert taken(dropping, plane) == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
+def test_fewer_epochs_than_were_begun_end_it_at_once(tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path, 5)
+    source, plane = source_of(dataset, 2, max_epochs=2)
+    taken(source, plane, 4)
+    fewer, plane = source_of(dataset, 2, max_epochs=1)
+    fewer.restore(Written(source))  # type: ignore[arg-type]
+    assert take(fewer, plane) is None
+
+
 def test_a_batch_larger_than_the_data_is_one_short_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dataset = dataset_of(tmp_path, 5)
     with caplog.at_level(logging.WARNING):

@@ -75,14 +75,25 @@ def test_a_run_without_a_checkpoint_starts_again_from_step_0(straight: Path, mem
     assert len([line for line in runs.metric_lines(run_dir) if line["kind"] == "train"]) == STEPS
 
 
-def test_a_finished_run_says_what_to_do(straight: Path) -> None:
-    with pytest.raises(NothingTrained, match="no training step was done: max_num_steps"):
-        loop.train(runs.resumed(straight.parent / "run"))
+@pytest.mark.parametrize("limit", [STEPS, 3])
+def test_a_finished_run_has_nothing_to_do(straight: Path, memory_path: Path, limit: int) -> None:
+    run_dir = memory_path / "run"
+    shutil.copytree(straight.parent / "run", run_dir)
+    ended = loop.train(runs.resumed(run_dir, f"max_num_steps={limit}"))
+    assert ended.reason == (
+        f"nothing to do, the run is finished: max_num_steps ({limit}) reached; to go on, raise max_num_steps"
+    )
+    assert (ended.steps, ended.exit_code) == (0, 0)
+    assert runs.metric_lines(run_dir) == runs.metric_lines(straight.parent / "run")
+    assert final_state(run_dir) == final_state(straight.parent / "run")
+    assert loop.train(runs.resumed(run_dir, f"max_num_steps={STEPS + 1}")).steps == 1
 
 
-def test_a_limit_below_the_step_ends_the_run(straight: Path) -> None:
-    with pytest.raises(NothingTrained, match=r"max_num_steps \(3\) reached, the run is at step 8; raise"):
-        loop.train(runs.resumed(straight.parent / "run", "max_num_steps=3"))
+def test_a_deadline_before_the_first_step_is_an_error(straight: Path, memory_path: Path) -> None:
+    run_dir = memory_path / "run"
+    runs.trained(straight, f"run_dir={run_dir}", "max_num_steps=2")
+    with pytest.raises(NothingTrained, match=r"no training step was done: the deadline .*, the run is at step 2"):
+        loop.train(runs.resumed(run_dir, "max_num_steps=4", "checkpointing.checkpoint_must_save_by='00:00:00:00'"))
 
 
 def test_a_broken_newest_is_skipped_loudly(straight: Path, memory_path: Path, caplog: pytest.LogCaptureFixture) -> None:
