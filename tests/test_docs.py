@@ -83,3 +83,10 @@ def test_the_reference_is_that_of_the_code() -> None:
         sys.path.remove(str(ROOT / "tools"))
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert page == reference.page(), "run tools/reference.py"
+
+
+def test_every_phase_of_a_run_is_explained() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "surefoot").rglob("*.py"))
+    phases = {name for call in re.findall(r"with .*\bphase\((.*)\):", code) for name in re.findall(r'"(.+?)"', call)}
+    table = (ROOT / "docs" / "sft.md").read_text().partition("## Where the time goes")[2].partition("## ")[0]
+    assert set(re.findall(r"^\| `(.+?)` \|", table, flags=re.MULTILINE)) == {*phases, "other"}
