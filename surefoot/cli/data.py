@@ -27,7 +27,9 @@ def inspect(
         None, "--pairs/--no-pairs", help="Whether the rows are preferences; default: as the first one looks."
     ),
     ranking: Literal["best_worst", "all_pairs"] = typer.Option("best_worst", help="Which ranked answers to compare."),
-    max_length: int = typer.Option(512, min=1, help="policy.max_total_sequence_length"),
+    max_length: int | None = typer.Option(
+        None, min=1, help="policy.max_total_sequence_length; default: a run's, or what the model reads if that is less."
+    ),
     train_on: Literal["all_assistant", "last_assistant"] = "all_assistant",
     prompt_format: Literal["auto", "chat", "plain"] = "auto",
     columns: list[str] = typer.Option([], help="ours=theirs, such as prompt=question; may be given several times."),
@@ -46,7 +48,7 @@ def inspect(
     from surefoot.config import DataConfig, DatasetConfig, EngineConfig, TokenizerConfig
     from surefoot.data.pairs import looks_like_pairs
     from surefoot.data.prepare import prepare
-    from surefoot.engine.models import load_tokenizer
+    from surefoot.engine.models import load_tokenizer, longest_row
 
     source = DatasetConfig(
         path=file, split=split, columns=columns_mapping(columns), on_bad_row="skip" if skip_bad_rows else "error"
@@ -60,13 +62,17 @@ def inspect(
         ranking=ranking,
         num_workers=num_workers,
     )
-    tokenizer = load_tokenizer(EngineConfig(model_name=model, tokenizer=TokenizerConfig(chat_template=chat_template)))
+    policy = EngineConfig(model_name=model, tokenizer=TokenizerConfig(chat_template=chat_template))
+    tokenizer, reads = load_tokenizer(policy), longest_row(policy)
+    length = max_length or min(policy.max_total_sequence_length, reads or policy.max_total_sequence_length)
     pairs = looks_like_pairs(source) if pairs is None else pairs
-    dataset = prepare(source, data, tokenizer, max_length, rows="pairs" if pairs else "sequences")
+    dataset = prepare(source, data, tokenizer, length, rows="pairs" if pairs else "sequences")
     if as_json:
-        typer.echo(json.dumps(_as_json(dataset, tokenizer, rows), ensure_ascii=False, indent=2))
+        found = {"max_length": length, "model_reads": reads, **_as_json(dataset, tokenizer, rows)}
+        typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
     else:
-        _show(dataset, tokenizer, rows, max_length)
+        cut = f"cut at {length} tokens: {dataset.counts.truncated}"
+        _show(dataset, tokenizer, rows, cut + ("" if reads is None else f" (the model reads at most {reads})"))
 
 
 def columns_mapping(columns: list[str]) -> dict[str, str]:
@@ -108,7 +114,7 @@ def _as_json(dataset: Dataset, tokenizer: Any, rows: int) -> dict[str, Any]:
     }
 
 
-def _show(dataset: Dataset, tokenizer: Any, rows: int, max_length: int) -> None:
+def _show(dataset: Dataset, tokenizer: Any, rows: int, cut: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -128,8 +134,8 @@ def _show(dataset: Dataset, tokenizer: Any, rows: int, max_length: int) -> None:
         console.print(Text(f"first example, as text{_side(dataset, i)}:", style="bold"))
         console.print(Text(tokenizer.decode(dataset.ids(i))))
     lengths = ", ".join(f"{name} {value}" for name, value in _lengths(dataset).items())
-    console.print(Text(f"lengths in tokens: {lengths}; longest before cutting at {max_length}: {counts.longest}"))
-    console.print(Text(f"cut: {counts.truncated}"))
+    console.print(Text(f"lengths in tokens: {lengths}; longest before cutting: {counts.longest}"))
+    console.print(Text(cut))
     for name, reasons in (("dropped", counts.dropped), ("skipped", counts.skipped)):
         for reason, number in reasons.items():
             console.print(Text(f"{name}: {number} × {reason}", style="yellow"))

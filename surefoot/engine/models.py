@@ -324,9 +324,23 @@ def _ids_by_name(tokenizer: Any) -> dict[str, Any]:
     return {**tokenizer.get_vocab(), **roles}
 
 
-def _check_length(hf_config: Any, max_total_sequence_length: int, source: str) -> None:
+def longest_row(config: EngineConfig) -> int | None:
+    """Tokens that the model reads at most, by its `config.json`; `None` where there is none, or it does not say."""
+    folder = _resolve(str(config.model_name), "policy.model_name")
+    if not (folder / "config.json").is_file():
+        return None
+    with _loading(f"{folder / 'config.json'}"):
+        return _limit(_config_in(folder))
+
+
+def _limit(hf_config: Any) -> int | None:
     limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and 0 < limit < max_total_sequence_length:
+    return limit if limit is not None and limit > 0 else None
+
+
+def _check_length(hf_config: Any, max_total_sequence_length: int, source: str) -> None:
+    limit = _limit(hf_config)
+    if limit is not None and limit < max_total_sequence_length:
         raise ModelError(
             f"max_total_sequence_length is {max_total_sequence_length} but {source} reads at most {limit} "
             "tokens (its max_position_embeddings): lower max_total_sequence_length"

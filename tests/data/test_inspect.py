@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from surefoot.cli.data import app
@@ -37,7 +38,8 @@ def test_tokens_lengths_and_counts_are_shown(model: str, data: str) -> None:
     assert "padding" in shown
     assert "lengths in tokens: min" in shown
     assert "dropped: 1 × nothing to train within 30 tokens" in shown
-    assert "cut: 1" in shown
+    assert "cut at 30 tokens: 1" in shown
+    assert "the model reads" not in shown
     assert "2 of 3 rows" in shown
 
 
@@ -50,6 +52,21 @@ def test_json_for_programs(model: str, data: str) -> None:
     assert sum(row["loss_mask"]) == 2
     assert len(row["ids"]) == len(row["loss_mask"]) == shown["lengths"]["min"]
     assert shown["counts"]["kept"] == 3
+
+
+@pytest.mark.parametrize(
+    ("reads", "given", "length"), [(64, [], 64), (4096, [], 512), (4096, ["--max-length", "999"], 999)]
+)
+def test_rows_are_cut_where_a_run_with_the_model_would_cut_them(
+    model: str, data: str, reads: int, given: list[str], length: int
+) -> None:
+    LlamaConfig(max_position_embeddings=reads).save_pretrained(model)
+    arguments = ["inspect", data, "--model", model, *given, *COLUMNS]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert f"cut at {length} tokens: {int(length == 64)} (the model reads at most {reads})" in done.output
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert (found["max_length"], found["model_reads"], found["lengths"]["max"] <= length) == (length, reads, True)
 
 
 def test_nothing_to_train_is_a_failure(model: str, data: str) -> None:
