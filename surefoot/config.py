@@ -465,7 +465,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _ends_and_measures(self) -> RunConfig:
         if self.max_num_steps is None and self.max_num_epochs is None:
-            raise ValueError("nothing says when the run ends: give max_num_steps, max_num_epochs, or both")
+            raise ValueError("max_num_steps: nothing says when the run ends; give it, max_num_epochs, or both")
         metric = self.checkpointing.metric_name or ""
         measures = self.val_period or self.val_at_start or self.val_at_end or metric.startswith("val:")
         if measures and not self.data.validation:

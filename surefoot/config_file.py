@@ -39,7 +39,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse_config(read_yaml(Path(path)), overrides, origin=str(path))
 
 
-def parse_config(values: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration") -> RunConfig:
+def parse_config(
+    values: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "the configuration"
+) -> RunConfig:
     """Check a configuration that is already a mapping. Raises `ConfigError` as `load_config` does."""
     merged: dict[str, Any] = _copy(values)
     for override in overrides:
@@ -50,7 +52,11 @@ def parse_config(values: Mapping[str, Any], overrides: Sequence[str] = (), origi
             f"{origin}: algorithm: expected one of {', '.join(algorithm_names())} or a dotted module name, "
             f"found {'nothing' if name is None else repr(name)}"
         )
-    return checked(_run_config_model(load_algorithm(name), section_name(name)), merged, origin)
+    try:
+        algorithm = load_algorithm(name)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+    return checked(_run_config_model(algorithm, section_name(name)), merged, origin)
 
 
 def checked(model: type[Run], values: Mapping[str, Any], origin: str) -> Run:
@@ -260,15 +266,20 @@ def _copy(values: Any) -> Any:
 
 def _describe(fault: Any, model: type[BaseModel]) -> str:
     location = [str(part) for part in fault["loc"]]
-    path = ".".join(location) or "the configuration"
+    path = ".".join(location)
     if fault["type"] == "extra_forbidden":
         return f"{path}: unknown key{_key_hint(location, model)}"
     if fault["type"] == "missing":
         return f"{path}: missing; a value is required"
     message = fault["msg"].removeprefix("Value error, ")
     found = fault["input"]
-    if isinstance(found, BaseModel | Mapping) and fault["type"] == "value_error":
-        return f"{path}: {message}"
+    if fault["type"] == "model_type":
+        message = "expected a section, a mapping of keys to values"
+    if (
+        isinstance(found, BaseModel | Mapping) and fault["type"] == "value_error"
+    ):  # a section's own check; it names keys
+        own = message.partition(":")[0] in _fields_at(model, location)
+        return f"{path}{'.' if own else ': '}{message}" if path else message
     return f"{path}: {message[0].lower()}{message[1:]}, found {found!r} ({_kind(found)})"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from surefoot.config import parse_duration_s
 from surefoot.config_file import config_as_yaml, config_changes, load_config, parse_config, read_yaml
@@ -134,6 +135,27 @@ def test_batch_sizes_that_do_not_divide_are_named_with_their_numbers() -> None:
 )
 def test_a_model_comes_from_one_place(override: str) -> None:
     assert "model_" in refused(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("max_num_steps=null", "max_num_steps: nothing says when the run ends; "),
+        ("policy.train_micro_batch_size=3", "policy: train_global_batch_size (32) must be a multiple of "),
+        ("data.validation={a b: {path: x}}", "data.validation: expected a set's name without spaces"),
+        ("checkpointing.metric_name=loss", "checkpointing.metric_name: expected train:<metric>, "),
+        ("checkpointing.metric_name='val:x'", "val_period, val_at_start, val_at_end and metric_name val:… need a set"),
+        ("policy=3", "policy: expected a section, a mapping of keys to values, found 3"),
+    ],
+)
+def test_a_fault_begins_with_the_file_and_the_key(tmp_path: Path, override: str, line: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [override])
+    assert str(caught.value).startswith(f"{file} cannot be run:\n  - {line}")
+    with pytest.raises(ConfigError, match=rf"^{file}: algorithm: expected"):
+        load_config(file, ["algorithm=none"])
 
 
 def test_all_faults_are_listed_at_once() -> None:

@@ -65,9 +65,10 @@ class RolloutDistillationConfig(TeachersConfig, RolloutAlgorithmConfig):
     def check(self, run: RolloutRunConfig) -> None:
         super().check(run)
         if self.dataset_answers and run.environment is not None:
+            section = run.algorithm.rpartition(".")[2]
             raise ValueError(
-                "student_fraction: an environment replies to what is said, and the data set's answers are there "
-                f"beforehand; expected 1{self.or_else}"
+                f"{section}.student_fraction: an environment replies to what is said, and the data set's answers are "
+                f"there beforehand; expected 1{self.or_else}"
             )
 
 

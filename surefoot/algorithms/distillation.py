@@ -58,7 +58,7 @@ class DistillationConfig(SameTokenizerConfig, RolloutDistillationConfig):
         g = run.generation
         if self.loss == "reward" and (g.top_k or g.top_p < 1 or g.min_p):
             raise ValueError(
-                "generation: loss: reward needs samples of the student itself: leave out top_k, top_p, min_p"
+                "distillation.loss: reward needs the student's own samples: leave out generation.top_k, top_p, min_p"
             )
 
 

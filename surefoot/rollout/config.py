@@ -103,7 +103,10 @@ class RolloutAlgorithmConfig(AlgorithmConfig):
                 f"{self.num_generations_per_prompt}) and hold whole groups of {self.num_generations_per_prompt}"
             )
         if self.dynamic_sampling and self.num_generations_per_prompt == 1:
-            raise ValueError("dynamic_sampling: a group of one completion has no variance: none would ever be kept")
+            section = run.algorithm.rpartition(".")[2]
+            raise ValueError(
+                f"{section}.dynamic_sampling: a group of one completion has no variance: none would be kept"
+            )
         if run.generation.temperature == 0:
             raise ValueError(
                 "generation.temperature: 0 always takes the same completion, and nothing is learned from that; "

@@ -430,7 +430,7 @@ ON, OFF = "distillation", "distillation_offline"
         (ON, (WHOLE, "distillation.tail=cell"), "tail: the whole vocabulary has none"),
         (ON, ("distillation.loss=reward",), "leave divergence, beta, top_k, tail and temperature out"),
         (ON, (WHOLE, "distillation.loss=reward", "distillation.student_fraction=0.5"), "expected student_fraction: 1"),
-        (ON, (WHOLE, "distillation.loss=reward", "generation.top_k=5"), "needs samples of the student itself"),
+        (ON, (WHOLE, "distillation.loss=reward", "generation.top_k=5"), "needs the student's own samples"),
         (ON, ("distillation.dynamic_sampling=true", "distillation.num_generations_per_prompt=2"), "rewards: expected"),
         (
             ON,

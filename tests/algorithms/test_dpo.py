@@ -149,7 +149,7 @@ def test_checkpoints_are_ranked_by_a_metric_with_a_slash_in_its_name(tmp_path: P
         ),
         "beta": (
             ("dpo.preset=null", "dpo.losses=[{name: ipo, beta: 1}, {name: sft}]"),
-            "dpo: beta: every loss sets its own or reads none",
+            "dpo.beta: every loss sets its own or reads none",
         ),
         "key": (("dpo.preset=null", "dpo.losses=[{name: ipo, bata: 1}]"), "did you mean dpo.losses.0.beta"),
         "alpha": (("dpo.ld_alpha=1.5",), "dpo.ld_alpha"),

@@ -345,7 +345,7 @@ def test_sampling_from_a_part_of_the_vocabulary_is_corrected(file: Path) -> None
     {
         "alone": (
             ("grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=2"),
-            "grpo: num_generations_per_prompt: 1 leaves advantage group nothing to compare",
+            r"grpo\.num_generations_per_prompt: 1 leaves advantage group nothing to compare",
         ),
         "rows": (
             ("policy.train_global_batch_size=8",),
