@@ -87,8 +87,15 @@ class TokenizerConfig(Section):
     chat_template: str | None = None
 
 
+LR_OF_LORA = 2e-4
+
+
 class OptimizerConfig(Section):
-    """AdamW, decoupled weight decay on matrices only (biases and norms are not decayed)."""
+    """AdamW, decoupled weight decay on matrices only (biases and norms are not decayed).
+
+    Attributes:
+        lr: with a section `lora` beside it the default is 2e-4: what trains whole models is hardly felt by an adapter.
+    """
 
     name: Literal["adamw"] = "adamw"
     lr: PositiveReal = 1e-5
@@ -165,6 +172,15 @@ class ModelConfig(Section):
     max_grad_norm: PositiveReal | None = 1.0
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_adapter_has_a_rate_of_its_own(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("lora") is not None:
+            optimizer = values.get("optimizer", {})
+            if isinstance(optimizer, Mapping):
+                return {**values, "optimizer": {"lr": LR_OF_LORA, **optimizer}}
+        return values
 
     @model_validator(mode="after")
     def _one_model(self) -> ModelConfig:

@@ -108,6 +108,30 @@ def test_a_bare_off_is_the_word_although_yaml_reads_false() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "policy", "value"),
+    [
+        ([], 1e-5, 1e-5),
+        (["policy.lora={}"], 2e-4, 2e-4),
+        (["policy.lora={}", "policy.optimizer.weight_decay=0.1"], 2e-4, 2e-4),
+        (["policy.lora={}", "policy.optimizer.lr=1e-3"], 1e-3, 1e-3),
+        (["policy.lora={}", "value.lora=null"], 2e-4, 1e-5),
+        (["value.lora={}"], 1e-5, 2e-4),
+        (["value.lora={}", "value.optimizer={lr: 3e-3}"], 1e-5, 3e-3),
+        (["policy.lora=null"], 1e-5, 1e-5),
+    ],
+)
+def test_an_adapter_learns_at_a_rate_of_its_own(overrides: list[str], policy: float, value: float) -> None:
+    rewards = {"rewards": [{"name": "exact_match"}]}
+    config = parse_config({**MINIMAL, **rewards, "algorithm": "ppo", "ppo": {}}, overrides)
+    again = parse_config(yaml.safe_load(config_as_yaml(config)))
+    for made in (config, again):
+        rates = [made.engine(section).optimizer.lr for section in ("policy", "value")]
+        assert rates == [policy, value]
+    kept = parse_config(yaml.safe_load(config_as_yaml(parse_config(MINIMAL))), ["policy.lora={}"])
+    assert kept.policy.optimizer.lr == 1e-5, "a rate on record is one that was given"
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["decay_steps=5"], "no effect with name: constant"),
