@@ -212,8 +212,8 @@ def in_line(found: Sequence[CheckpointInfo], attempt: Attempt) -> list[Checkpoin
             number = manifest.attempt.number
             if manifest.run_id != attempt.run_id:
                 info = CheckpointInfo(info.path, info.step, "left_behind", "another run wrote it", manifest)
-            elif not attempt.owns(manifest.run_id, number, info.step):
-                reason = f"attempt {number} wrote it, and the run went on from an earlier step"
+            elif not attempt.owns(manifest.attempt, info.step):
+                reason = f"attempt {number} wrote it, and the run went on from an earlier step, or in another copy"
                 info = CheckpointInfo(info.path, info.step, "left_behind", reason, manifest, info.training_info)
         marked.append(info)
     return marked

@@ -17,6 +17,7 @@ from surefoot.checkpoint import storage
 from surefoot.checkpoint.sealed import seal, unseal
 
 ATTEMPT_FILE = "attempt.json"
+_KINDS = (int, int, str | None, str | None, str)  # of a `LineageEntry`; one from before there were keys has four
 
 
 class LineageEntry(NamedTuple):
@@ -27,21 +28,24 @@ class LineageEntry(NamedTuple):
         from_step: the step it went on from; 0 for a fresh start.
         origin: the checkpoint it went on from, if that lies outside the directory; else `None`.
         checksum: the origin's manifest checksum, wherever it lies; `None` for a fresh start.
+        key: random. Two copies of a run that are both resumed count alike, and are not one attempt.
     """
 
     attempt: int
     from_step: int
     origin: str | None
     checksum: str | None
+    key: str = ""
 
 
 @dataclass(frozen=True)
 class Attempt:
     """The attempt that is going on and the line it descends from; the last entry is the attempt itself.
 
-    >>> line = Attempt.first("run").resumed(10, None, "abc", number=2)
-    >>> line.owns("run", 1, 10), line.owns("run", 1, 12), line.owns("run", 2, 12)
-    (True, False, True)
+    >>> first = Attempt.first("run")
+    >>> line, copy = (first.resumed(10, None, "abc", number=2) for _ in range(2))
+    >>> line.owns(first, 10), line.owns(first, 12), line.owns(line, 12), line.owns(copy, 12)
+    (True, False, True, False)
     """
 
     run_id: str
@@ -49,7 +53,7 @@ class Attempt:
 
     @classmethod
     def first(cls, run_id: str = "", number: int = 1) -> Attempt:
-        return cls(run_id or uuid.uuid4().hex, (LineageEntry(number, 0, None, None),))
+        return cls(run_id or uuid.uuid4().hex, (LineageEntry(number, 0, None, None, uuid.uuid4().hex),))
 
     @property
     def number(self) -> int:
@@ -57,11 +61,13 @@ class Attempt:
 
     def resumed(self, from_step: int, origin: str | None, checksum: str, number: int) -> Attempt:
         """The attempt that goes on from a checkpoint of this line."""
-        return Attempt(self.run_id, (*self.lineage, LineageEntry(number, from_step, origin, checksum)))
+        entry = LineageEntry(number, from_step, origin, checksum, uuid.uuid4().hex)
+        return Attempt(self.run_id, (*self.lineage, entry))
 
-    def owns(self, run_id: str, attempt: int, step: int) -> bool:
+    def owns(self, writer: Attempt, step: int) -> bool:
+        """Whether what `writer` saved at this step belongs to the line."""
         for entry, successor in zip(self.lineage, (*self.lineage[1:], None), strict=True):
-            if entry.attempt == attempt and run_id == self.run_id:
+            if entry == writer.lineage[-1] and writer.run_id == self.run_id:
                 return successor is None or step <= successor.from_step
         return False
 
@@ -76,9 +82,7 @@ def lineage_from_json(value: Any) -> tuple[LineageEntry, ...]:
         raise ValueError("the lineage is not a list of attempts")
     entries = []
     for item in value:
-        if not (isinstance(item, list) and len(item) == 4 and isinstance(item[0], int) and isinstance(item[1], int)):
-            raise ValueError(f"the lineage has an entry of another form: {item!r}")
-        if not all(part is None or isinstance(part, str) for part in item[2:]):
+        if not isinstance(item, list) or len(item) not in (4, 5) or not all(map(isinstance, item, _KINDS)):
             raise ValueError(f"the lineage has an entry of another form: {item!r}")
         entries.append(LineageEntry(*item))
     return tuple(entries)

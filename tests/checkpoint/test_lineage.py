@@ -27,12 +27,30 @@ def states(folder: Path) -> dict[int, str]:
 
 
 def test_who_owns_what() -> None:
-    line = Attempt(
-        "r", (LineageEntry(1, 0, None, None), LineageEntry(3, 10, None, "c"), LineageEntry(4, 20, None, "d"))
-    )
-    owned = {(1, 10): True, (1, 11): False, (2, 5): False, (3, 20): True, (3, 21): False, (4, 99): True, (5, 1): False}
-    assert {key: line.owns("r", *key) for key in owned} == owned
-    assert not line.owns("another", 1, 5)
+    entries = LineageEntry(1, 0, None, None), LineageEntry(3, 10, None, "c", "k"), LineageEntry(4, 20, None, "d", "l")
+    line = Attempt("r", entries)
+    owned = {(0, 10): True, (0, 11): False, (1, 20): True, (1, 21): False, (2, 99): True}
+    assert {(i, step): line.owns(Attempt("r", entries[: i + 1]), step) for i, step in owned} == owned
+    assert not line.owns(Attempt("another", entries[:1]), 5)
+    for other in (entries[1]._replace(key="m"), entries[1]._replace(attempt=2)):
+        assert not line.owns(Attempt("r", (entries[0], other)), 15)
+
+
+def test_two_copies_of_a_run_that_both_go_on_are_told_apart(memory_path: Path) -> None:
+    first, copy = memory_path / "first", memory_path / "copy"
+    runs.save(started(first, resume=False), 2)
+    shutil.copytree(first, copy)
+    for folder in (first, copy):
+        manager = started(folder, resume=True)
+        assert manager.attempt.number == 2
+        runs.save(manager, 4)
+        manager.shutdown()
+    started(first, resume=True, explicit=copy / "step_4").shutdown()  # and dies before its first save
+    assert states(first) == {2: "complete", 4: "left_behind"}
+    assert runs.manager(first).choose_resume().path == copy / "step_4"
+    shutil.rmtree(copy / "step_4")
+    shutil.copytree(first / "step_4", copy / "step_4")
+    assert states(copy) == {2: "complete", 4: "left_behind"}
 
 
 def test_record_round_trip_and_damage(memory_path: Path) -> None:
@@ -42,7 +60,8 @@ def test_record_round_trip_and_damage(memory_path: Path) -> None:
     assert read_attempt(memory_path) == attempt
     body = json.loads((memory_path / "attempt.json").read_text())
     assert body["attempt"] == 2
-    assert body["lineage"] == [[1, 0, None, None], [2, 4, "/rescue/step_4", "abc"]]
+    assert [entry[:4] for entry in body["lineage"]] == [[1, 0, None, None], [2, 4, "/rescue/step_4", "abc"]]
+    assert len({entry[4] for entry in body["lineage"]}) == 2
     path = memory_path / "attempt.json"
     path.write_text(path.read_text().replace('"attempt": 2', '"attempt": 3'))
     with pytest.raises(ValueError, match="checksum"):
@@ -82,7 +101,8 @@ def test_each_manifest_tells_what_its_attempt_went_on_from(memory_path: Path) ->
     assert info.manifest is not None
     origin = second.list_checkpoints()[0].manifest
     assert origin is not None
-    assert info.manifest.lineage == (LineageEntry(1, 0, None, None), LineageEntry(2, 2, None, origin.checksum))
+    assert info.manifest.lineage == second.attempt.lineage
+    assert [entry[:4] for entry in info.manifest.lineage] == [(1, 0, None, None), (2, 2, None, origin.checksum)]
 
 
 def test_a_new_attempt_that_saved_nothing_goes_on_from_its_origin(memory_path: Path) -> None:

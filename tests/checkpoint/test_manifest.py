@@ -27,7 +27,7 @@ def example(**changes: Any) -> Manifest:
     values: dict[str, Any] = {
         "step": 4,
         "run_id": "run",
-        "lineage": (LineageEntry(1, 0, None, None), LineageEntry(3, 2, "/rescue/step_2", HASH)),
+        "lineage": (LineageEntry(1, 0, None, None), LineageEntry(3, 2, "/rescue/step_2", HASH, "key")),
         "files": (FileEntry("a/b.bin", 5, (Extent(0, 5, HASH),)), FileEntry("empty", 0, ())),
         "fingerprints": {"model": Fingerprint("f00", "llama, 2 layers")},
         "created": "2026-01-01T00:00:00+00:00",
@@ -80,6 +80,8 @@ def test_every_single_bit_flip_and_every_cut_is_seen() -> None:
         (lambda b: b.update(files=7), "not a manifest"),
         (lambda b: b.update(lineage=[]), "lineage"),
         (lambda b: b.update(lineage=[[1, 0, None, 5]]), "lineage"),
+        (lambda b: b.update(lineage=[[1, 0, None, None, None]]), "lineage"),
+        (lambda b: b.update(lineage=[[1, 0, None, None, "key", 7]]), "lineage"),
         (lambda b: b.update(step="4"), "another type"),
         (lambda b: b.pop("run_id"), "not a manifest"),
     ],
