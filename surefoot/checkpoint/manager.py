@@ -398,8 +398,9 @@ class CheckpointManager:
             folder.mkdir(parents=True, exist_ok=True)
         elif not (folder / directory.LOCK).exists():
             raise CheckpointError(f"{folder} was deleted or unmounted since the run began: it is not what was locked")
-        if folder == self.checkpoint_dir and not (folder / lineage.ATTEMPT_FILE).exists():
-            lineage.write_attempt(folder, self.attempt)
+        with self._renaming:  # a save may begin while another one does, in its own thread
+            if folder == self.checkpoint_dir and not (folder / lineage.ATTEMPT_FILE).exists():
+                lineage.write_attempt(folder, self.attempt)
         if os.path.lexists(draft.path):
             commit.to_trash(draft.path)
         storage.make_directory(draft.path)
