@@ -219,10 +219,15 @@ def in_line(found: Sequence[CheckpointInfo], attempt: Attempt) -> list[Checkpoin
     return marked
 
 
-def stale_temporaries(directory: Path) -> list[Path]:
-    """What saves that failed or were cut short left for inspection."""
-    names = (path for path in directory.iterdir() if path.name.startswith(TMP_PREFIX))
-    return sorted(path for path in names if step_of(path.name.removeprefix(TMP_PREFIX)) is not None)
+def stale_temporaries(directory: Path) -> list[tuple[Path, int]]:
+    """What saves that failed or were cut short left for inspection, with their steps."""
+    found = [(path, step_of(path.name.removeprefix(TMP_PREFIX))) for path in sorted(directory.iterdir())]
+    return [(path, step) for path, step in found if step is not None and path.name.startswith(TMP_PREFIX)]
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a `tmp_step_N` is ours: a folder with what each save writes first."""
+    return not path.is_symlink() and (path / TRAINING_INFO_FILE).is_file()
 
 
 def last_saved(directory: Path) -> int | None:

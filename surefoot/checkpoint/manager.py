@@ -128,8 +128,12 @@ class CheckpointManager:
                 directory.refuse_used(self.checkpoint_dir)
             for path in commit.recover_swaps(self.checkpoint_dir):
                 self._warn(path, "was half-way through being replaced when the run ended; the old one is back")
-            for path in directory.stale_temporaries(self.checkpoint_dir):
-                self._warn(path, "is from a save that did not finish; it is kept until that step is saved again")
+            newest = max((info.step for info in self._complete()), default=-1)
+            for path, step in directory.stale_temporaries(self.checkpoint_dir):
+                if step <= newest and directory.is_unfinished(path):
+                    commit.to_trash(path)
+                else:
+                    self._warn(path, "is from a save that did not finish; it is kept until that step is saved again")
             commit.empty_trash(self.checkpoint_dir)
             self.check_space(state_bytes, num_saves)
         except OSError as error:

@@ -138,6 +138,26 @@ def test_opening_cleans_up_after_a_crash_and_says_what_it_leaves(
     assert said.startswith(f"{memory_path / 'tmp_step_4'} is from a save that did not finish")
 
 
+def test_what_a_save_left_that_a_later_one_has_overtaken_is_deleted_if_it_is_ours(memory_path: Path) -> None:
+    manager = runs.manager(memory_path / "run")
+    for step in (3, 5, 7):  # power cuts
+        (manager.init_tmp_checkpoint(step, {"step": step}) / "half").write_bytes(b"x" * 100)
+    runs.save(manager, 6)
+    theirs = memory_path / "theirs"
+    theirs.mkdir()
+    (theirs / "training_info.json").write_text("{}")
+    (memory_path / "run" / "tmp_step_1").symlink_to(theirs)
+    (memory_path / "run" / "tmp_step_2").mkdir()
+    (memory_path / "run" / "tmp_step_2" / "notes.txt").write_text("mine")
+    (memory_path / "run" / "tmp_step_4").write_text("mine")
+    manager.open(resume=True)
+    manager.shutdown()
+    left = {path.name for path in (memory_path / "run").glob("tmp_*")}
+    assert left == {"tmp_step_1", "tmp_step_2", "tmp_step_4", "tmp_step_7"}, "step 7 may still be looked into"
+    assert (theirs / "training_info.json").exists()
+    assert list((memory_path / "run" / ".trash").iterdir()) == []
+
+
 def test_a_new_run_does_not_touch_a_trash_it_did_not_make(memory_path: Path) -> None:
     (memory_path / ".trash").mkdir()
     (memory_path / ".trash" / "step_1.123").write_text("theirs")
