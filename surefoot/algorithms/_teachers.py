@@ -122,7 +122,10 @@ class Teachers:
         for name, teacher in self._config.names.items():
             size, k = num_ids(kit.tokenizers.get(name, kit.tokenizer)), self._config.top_k or 0
             if k > size:
-                raise ConfigError(f"top_k: the tokenizer of {teacher.model} has {size} tokens, found {k}")
+                section = kit.config.algorithm.rpartition(".")[2]
+                raise ConfigError(
+                    f"{section}.top_k: expected at most {size}, the tokens of {teacher.model}'s tokenizer, found {k}"
+                )
 
     def add(self, ref: BatchRef, kit: Kit) -> BatchRef:
         """

@@ -30,7 +30,8 @@ class Completions:
     """Nothing is on disk before the first step. `write` and `cut` raise `StorageFailed`, which names the file.
 
     Attributes:
-        show: is told each step's rollouts with the highest and the lowest reward, as "best" and "worst".
+        show: is told each step's rollouts with the highest and the lowest reward, as "best" and "worst"; of equals, the
+            one with the highest, or the lowest, advantage. Answers that are not the policy's are left aside.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,7 +51,8 @@ class Completions:
             pq.write_table(parquet_table(columns), partial)
             partial.replace(path)
         self._unsynced.append(path)
-        judged = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
+        own = [row for row in rows if row["reward"] is not None and row.get("answered_by", "policy") == "policy"]
+        judged = sorted(own, key=lambda row: (row["reward"], row.get("advantage") or 0), reverse=True)
         if judged:
             self.show(step, {"best": judged[0], "worst": judged[-1]} if len(judged) > 1 else {"best": judged[0]})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from surefoot.data.encode import Encoder
 from surefoot.data.rows import BadRow, Prompt, Row
@@ -11,9 +12,9 @@ from surefoot.errors import DataError
 from surefoot.rollout.config import RolloutAlgorithmConfig
 from surefoot.rollout.conversations import Said
 from surefoot.rollout.rollouts import Request, Rollout
-from surefoot.rollout.source import RolloutSource
+from surefoot.rollout.source import Group, RolloutSource
 from surefoot.seeds import derive_seed
-from surefoot.types import Kit, Poll
+from surefoot.types import BatchRef, Kit, Metric, Poll
 
 
 class MixedSource(RolloutSource):
@@ -50,6 +51,14 @@ class MixedSource(RolloutSource):
                 rollout.said.version = version
                 found[rollout.request.id] = rollout
         return [found[request.id] for request in requests if request.id in found]
+
+    def _judged(self, groups: Sequence[Group]) -> dict[str, Metric]:
+        """Of the policy's own answers: what the data set's are worth, or another model's, says nothing about it."""
+        own = [group for group in groups if self._model(group.name) == "policy"]
+        return super()._judged(own) if own else {}
+
+    def _shown(self, ref: BatchRef) -> dict[str, Any]:
+        return {**super()._shown(ref), "answered_by": [self._model(group) or "dataset" for group in ref.groups]}
 
     def _model(self, group: str) -> str:
         """Empty: the data set."""

@@ -27,7 +27,7 @@ _FLAT_STEPS = 3  # so many steps in a row without anything to learn from are war
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """One prompt's rollouts and what the reward functions, and all together, say of each. Nothing is asked of it before
     all is in it.
 
@@ -97,7 +97,7 @@ class RolloutSource(CursorSource):
             return None
         before = self._cursor.position
         try:
-            groups = self._groups(clock.version, poll)
+            groups = self._groups(clock, poll)
         except BaseException:
             self._cursor.position = before
             raise
@@ -116,13 +116,13 @@ class RolloutSource(CursorSource):
 
     # ------------------------------------------------------------------------------------------------------- sampling
 
-    def _groups(self, version: int, poll: Poll) -> list[_Group]:
+    def _groups(self, clock: Clock, poll: Poll) -> list[Group]:
         """The step's groups, in the data's order."""
-        config, kept, drawn = self._config, list[_Group](), list[_Group]()
+        config, kept, drawn = self._config, list[Group](), list[Group]()
         needed, batches = config.num_prompts_per_step, 0
         self._failed = Counter[str]()
         while len(kept) < needed and not self.exhausted and batches < self._max_batches:
-            batch, batches = self._draw(version, poll), batches + 1
+            batch, batches = self._draw(clock.version, poll), batches + 1
             drawn += batch
             kept += [group for group in batch if group.rollouts and (group.varies or not config.dynamic_sampling)]
         short = config.dynamic_sampling and len(kept) < needed and not self.exhausted
@@ -132,20 +132,20 @@ class RolloutSource(CursorSource):
             kept = kept[:needed]
             self._cursor.position = kept[-1].end
         self.metrics = self._measured(drawn, batches)
-        self._warn_of_flat_steps(all(group.is_flat for group in drawn))
+        self._warn_of_flat_steps(clock.step + 1, all(group.is_flat for group in drawn))
         return kept
 
     @property
     def _max_batches(self) -> int:
         return self._config.dynamic_sampling_max_gen_batches if self._config.dynamic_sampling else 1
 
-    def _draw(self, version: int, poll: Poll) -> list[_Group]:
+    def _draw(self, version: int, poll: Poll) -> list[Group]:
         """The next prompts' groups, sampled and scored. One whose rollouts have all failed is empty."""
         epoch, first, indices = self._cursor.take()
-        groups: list[_Group] = []
+        groups: list[Group] = []
         requests: list[Request] = []
         for draw, i in enumerate(indices.tolist(), start=first):
-            groups.append(_Group(f"e{epoch}_d{draw}", (epoch, draw + 1), int(self._dataset.row_index[i])))
+            groups.append(Group(f"e{epoch}_d{draw}", (epoch, draw + 1), int(self._dataset.row_index[i])))
             prompt, ids = self._dataset.prompts[i], tuple(self._dataset.ids(i).tolist())
             requests += [
                 Request(groups[-1].name, g, prompt, ids) for g in range(self._config.num_generations_per_prompt)
@@ -175,7 +175,7 @@ class RolloutSource(CursorSource):
         """What is to be trained on. One that failed is missing. `version`: of the weights that are to sample."""
         return self._rollouts.sample(requests, self._rollouts.sampling, poll)
 
-    def _nothing_to_learn(self, kept: Sequence[_Group], drawn: Sequence[_Group], batches: int) -> str:
+    def _nothing_to_learn(self, kept: Sequence[Group], drawn: Sequence[Group], batches: int) -> str:
         flat = Counter(f"{group.rewards[0]:g}" for group in drawn if group.rewards and not group.varies)
         found = ", ".join(f"{count} with {reward} throughout" for reward, count in flat.most_common(5))
         return (
@@ -187,7 +187,7 @@ class RolloutSource(CursorSource):
 
     # ----------------------------------------------------------------------------------------------- what is told of it
 
-    def _put(self, groups: Sequence[_Group]) -> BatchRef:
+    def _put(self, groups: Sequence[Group]) -> BatchRef:
         ref, columns = rows_of([rollout for group in groups for rollout in group.rollouts])
         values = [own for group in groups for own in group.values]
         columns |= {
@@ -209,21 +209,18 @@ class RolloutSource(CursorSource):
         shown |= {"tokens": tokens.long(), "finish_reason": columns["finish_reason"]}
         shown["version"] = torch.tensor(ref.versions)
         with self._kit.phase("record"):
-            self._kit.record(self._step, shown)
+            self._kit.record(self._step, {**shown, **self._shown(ref)})
 
-    def _measured(self, groups: Sequence[_Group], batches: int) -> dict[str, Metric]:
+    def _shown(self, ref: BatchRef) -> dict[str, Any]:
+        """Further columns of `completions/`."""
+        return {}
+
+    def _measured(self, groups: Sequence[Group], batches: int) -> dict[str, Metric]:
         """Of everything that was drawn, kept or not."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rewards = torch.tensor([reward for group in groups for reward in group.rewards])
         lengths = torch.tensor([float(sum(rollout.said.own)) for rollout in rollouts])
-        judged = {
-            "reward": _mean(rewards),
-            "reward_std": Metric(deviation(rewards), float(len(rewards))),
-            **{f"reward/{name}": _mean(column) for name, column in _by_name(groups).items()},
-            "zero_variance_groups": _mean(torch.tensor([float(group.is_flat) for group in groups])),
-        }
         found = {
-            **(judged if self._rollouts.weights else {}),
+            **(self._judged(groups) if self._rollouts.weights else {}),
             "truncated": _mean(torch.tensor([float(rollout.truncated) for rollout in rollouts])),
             "completion_tokens": _mean(lengths),
             "failed_rollouts": Metric(float(self._failed["rollouts"]), reduce="sum"),
@@ -236,12 +233,22 @@ class RolloutSource(CursorSource):
             found["drawn_batches"] = Metric(float(batches), reduce="sum")
         return found
 
-    def _warn_of_flat_steps(self, flat: bool) -> None:
+    def _judged(self, groups: Sequence[Group]) -> dict[str, Metric]:
+        rewards = torch.tensor([reward for group in groups for reward in group.rewards])
+        return {
+            "reward": _mean(rewards),
+            "reward_std": Metric(deviation(rewards), float(len(rewards))),
+            **{f"reward/{name}": _mean(column) for name, column in _by_name(groups).items()},
+            "zero_variance_groups": _mean(torch.tensor([float(group.is_flat) for group in groups])),
+        }
+
+    def _warn_of_flat_steps(self, step: int, flat: bool) -> None:
         self._flat_steps = self._flat_steps + 1 if flat else 0
         if self._flat_steps == _FLAT_STEPS and self._config.compares_siblings:
             _log.warning(
-                "in %d steps in a row the completions of each prompt had equal rewards: nothing is learned from them. "
-                "Take easier or harder prompts, a finer reward or more num_generations_per_prompt",
+                "step %d is number %d in a row in which the completions of each prompt had equal rewards: nothing is "
+                "learned from them. Take easier or harder prompts, a finer reward or more num_generations_per_prompt",
+                step,
                 _FLAT_STEPS,
             )
 
@@ -275,7 +282,7 @@ def rows_of(rollouts: Sequence[Rollout]) -> tuple[BatchRef, dict[str, Column]]:
     return ref, columns
 
 
-def _by_name(groups: Sequence[_Group]) -> dict[str, torch.Tensor]:
+def _by_name(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
     values = [own for group in groups for own in group.values]
     return {name: torch.tensor([own[name] for own in values]) for name in (values[0] if values else ())}
 

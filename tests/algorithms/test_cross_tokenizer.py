@@ -93,7 +93,9 @@ def test_a_chat_without_the_teachers_template_is_refused(tmp_path: Path) -> None
 
 
 def test_k_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"top_k: the tokenizer of .*teacher_1 has 19 tokens, found 20"):
+    with pytest.raises(
+        ConfigError, match=r"cross_tokenizer.top_k: expected at most 19, .*teacher_1's tokenizer, found 20"
+    ):
         runs.started(project(tmp_path, teachers=teacher(tmp_path), top_k=20), *QUIET)
 
 

@@ -215,9 +215,25 @@ def test_some_prompts_are_answered_by_the_data_set(file: Path) -> None:
     chats = [json.loads(line)["messages"] for line in (file.parent / "train.jsonl").read_text().splitlines()]
     answers = {chat[0]["content"]: chat[1]["content"] for chat in chats}
     rows = [row for path in (file.parent / "run/completions").iterdir() for row in pq.read_table(path).to_pylist()]
-    told = [row for row in rows if row["completion"] == answers[row["prompt"]]]
+    told = [row for row in rows if row["answered_by"] == "dataset"]
+    assert all(row["completion"] == answers[row["prompt"]] for row in told)
+    assert {row["answered_by"] for row in rows} == {"dataset", "policy"}
     assert 4 <= len(told) <= 16, f"{len(told)} of {len(rows)}"
     assert all(row["finish_reason"] == "stop" and row["tokens"] == len(row["completion"]) + 1 for row in told)
+
+
+def test_rewards_are_measured_on_the_students_own_answers(file: Path) -> None:
+    """The data set's are right by themselves."""
+    judged = (*UNSAVED, "rewards=[{name: exact_match}]", "max_num_steps=2", "distillation.num_prompts_per_step=8")
+    columns = "data.train.columns={}"
+    for fraction in ("0.5", "0"):
+        run_dir = file.parent / fraction
+        runs.trained(file, *judged, columns, f"distillation.student_fraction={fraction}", f"run_dir={run_dir}")
+        for line in (line for line in runs.metric_lines(run_dir) if line["kind"] == "train"):
+            rows = pq.read_table(run_dir / f"completions/step_{line['step']}.parquet").to_pylist()
+            own = [row for row in rows if row["answered_by"] == "policy"]
+            assert bool(own) == (fraction == "0.5") == ("reward" in line)
+            assert not own or line["reward"] == pytest.approx(sum(row["reward"] for row in own) / len(own))
 
 
 def test_all_prompts_are_answered_by_a_teacher(file: Path) -> None:
@@ -415,7 +431,9 @@ def test_a_teacher_that_reads_less_than_a_row_is_refused(file: Path) -> None:
 
 
 def test_k_beyond_the_vocabulary_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"top_k: the tokenizer of \S+teacher_1 has 19 tokens, found 20"):
+    with pytest.raises(
+        ConfigError, match=r"distillation.top_k: expected at most 19, .*teacher_1's tokenizer, found 20"
+    ):
         runs.started(file, "distillation.top_k=20")
 
 

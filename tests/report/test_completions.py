@@ -73,6 +73,17 @@ def test_the_best_and_the_worst_are_shown_on_the_console(tmp_path: Path) -> None
     assert len(lines) == 2
 
 
+def test_of_equals_the_one_that_taught_most_is_shown_and_only_the_policys_own(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    completions = Completions(tmp_path / "completions")
+    completions.show = lambda step, rollouts: seen.append([row["completion"] for row in rollouts.values()])
+    row = {"id": list("abc"), "completion": list("abc"), "reward": torch.ones(3)}
+    completions.write(1, row | {"advantage": torch.tensor([0.0, 2.0, -1.0])})
+    completions.write(2, row | {"answered_by": ["dataset", "policy", "teacher"]})
+    completions.write(3, row | {"answered_by": ["dataset"] * 3})
+    assert seen == [["b", "c"], ["b"]]
+
+
 def test_a_step_in_which_all_abstain_shows_nothing(tmp_path: Path) -> None:
     seen: list[Any] = []
     completions = Completions(tmp_path / "completions")
