@@ -128,7 +128,7 @@ def _import_algorithm_module(name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and module_name.startswith(error.name):
-            raise ConfigError(f"algorithm: there is no module {module_name!r} on the import path") from None
+            raise ConfigError(f"algorithm: no module {module_name!r} in this folder or on PYTHONPATH") from None
         raise
 
 
@@ -252,7 +252,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if nested is None:
             nested = values[parent] = {}
         if not isinstance(nested, dict):
-            raise ConfigError(f"override {override!r}: {parent} is {_kind(nested)}, it has no keys")
+            hint = f"; give it as a whole: '{parent}=[…]'" if isinstance(nested, list) else ""
+            raise ConfigError(f"override {override!r}: {parent} is {_kind(nested)}, it has no keys{hint}")
         values = nested
     values[last] = value
 

@@ -517,8 +517,9 @@ class CheckpointManager:
         candidates = [Candidate(info.step, self.retention.metric(info.training_info)) for info in complete]
         for info, candidate in zip(complete, candidates, strict=True):
             if self.config.metric_name and candidate.metric is None:
-                found = info.training_info.get(self.config.metric_name, "missing")
-                self._warn_once(info.step, info.path, f"ranks worst: {self.config.metric_name} is {found}")
+                name, measured = self.config.metric_name, info.training_info
+                found = f"{name} is {measured[name]}" if name in measured else f"no {name} was measured at its step"
+                self._warn_once(info.step, info.path, f"ranks worst: {found}")
         return candidates
 
     def _is_saved(self, step: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib import metadata
 
 import typer
@@ -49,6 +50,7 @@ def _root(
 def main() -> None:
     """Entry point. An error raised on purpose is printed without a traceback."""
     assert stop.PROCESS_STARTED_S > 0
+    _find_own_modules()
     try:
         app()
     except SurefootError as error:
@@ -57,3 +59,12 @@ def main() -> None:
     except OSError as error:  # a path that cannot be, no permission, a full disk under the output: it names the file
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(1)
+
+
+def _find_own_modules() -> None:
+    """A dotted path, such as a reward function's, may name a module in the working directory. It comes last, and so
+    hides no installed one."""
+    with suppress(OSError):  # the directory may be gone
+        here = os.getcwd()  # noqa: PTH109 (a text is what belongs in sys.path)
+        if here not in sys.path and not sys.flags.safe_path:
+            sys.path.append(here)

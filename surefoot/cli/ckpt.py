@@ -36,7 +36,8 @@ def list_(folder: Path = FOLDER, as_json: bool = AS_JSON) -> None:
     if as_json:
         _print_json([_info_as_json(info) for info in found])
     else:
-        rows = [(*_info_row(info), _marks(info.path, latest, best)) for info in found]
+        shown = ("train:loss", manager.config.metric_name or "val:loss")
+        rows = [(*_info_row(info, shown), _marks(info.path, latest, best)) for info in found]
         headings = ("checkpoint", "state", "size", "made (UTC)", "attempt", "metrics", "")
         _print_table(str(manager.checkpoint_dir), headings, rows)
         for info in found:
@@ -223,12 +224,12 @@ def _info_as_json(info: CheckpointInfo) -> dict[str, Any]:
     }
 
 
-def _info_row(info: CheckpointInfo) -> tuple[str, ...]:
+def _info_row(info: CheckpointInfo, metrics: Sequence[str]) -> tuple[str, ...]:
     manifest = info.manifest
     if manifest is None:
         return (info.path.name, info.state.upper(), "", "", "", "")
-    measured = {k: v for k, v in info.training_info.items() if k in ("train:loss", "val:loss")}
-    metrics = " ".join(f"{name} {value:.4g}" for name, value in measured.items() if isinstance(value, float))
+    measured = {name: info.training_info.get(name) for name in metrics}
+    shown = " ".join(f"{name} {value:.4g}" for name, value in measured.items() if isinstance(value, float))
     state = info.state if info.state == "complete" else info.state.upper().replace("_", " ")
     return (
         info.path.name,
@@ -236,7 +237,7 @@ def _info_row(info: CheckpointInfo) -> tuple[str, ...]:
         _size(manifest.num_bytes),
         manifest.created.removesuffix("+00:00").replace("T", " "),
         str(manifest.attempt.number),
-        metrics,
+        shown,
     )
 
 

@@ -169,15 +169,15 @@ def _is_file(task: str) -> bool:
 def _environment_of(task: str) -> dict[str, Any]:
     """Raises `DataError` where there is no such task."""
     own = [name for name in environment_names() if name not in _NEED_OPTIONS]
-    if task in own:
+    if task in own or ("." in task and all(map(str.isidentifier, task.split(".")))):  # or a class of the user's own
         return {"name": task}
     known = gym_tasks()
     if task in known:
         return {"name": "reasoning_gym", "options": {"task": task}}
     close = difflib.get_close_matches(task, [*own, *known], n=1, cutoff=0.6)
     raise DataError(
-        f"there is no task {task!r}: expected a file of prompts, {', '.join(own)}, or one of reasoning-gym's "
-        f"{len(known)} tasks{f'; did you mean {close[0]}?' if close else ''}"
+        f"there is no task {task!r}: expected a file of prompts, {', '.join(own)}, my_module.MyEnvironment, or one of "
+        f"reasoning-gym's {len(known)} tasks{f'; did you mean {close[0]}?' if close else ''}"
     )
 
 

@@ -135,8 +135,9 @@ def _in_folder(path: Path, data: dict[str, Any], policy: dict[str, Any], kind: K
             "whole model first: surefoot ckpt export step_N FOLDER --merge"
         )
     if not (path / "config.json").is_file():
-        steps = sorted([*path.glob("step_*/manifest.json"), *path.glob("checkpoints/step_*/manifest.json")])
-        hint = f"; it holds checkpoints, such as {steps[0].parent}" if steps else ""
+        steps = [file.parent for at in ("", "checkpoints/") for file in path.glob(f"{at}step_*/manifest.json")]
+        newest = max(steps, key=lambda step: (len(step.name), step.name), default=None)
+        hint = f"; it holds checkpoints, such as {newest}" if newest else ""
         raise ModelError(f"{path} has no config.json: expected {_NAMES[kind]}'s folder, or a checkpoint step_N{hint}")
     _refuse_base(path, policy)
     section = EngineConfig(model_name=str(path), **{"max_total_sequence_length": 1, **policy})

@@ -6,8 +6,12 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from surefoot.config import RunConfig
 
 OVERRIDES = typer.Argument([], help="dotted.key=value …")
 
@@ -21,6 +25,8 @@ def train(
     from surefoot.config_file import load_config
 
     loaded = load_config(config, overrides or ())
+    if not overwrite:
+        _refuse_used_folders(loaded)  # `build` would too, after some seconds
     with _before_it_begins():
         from surefoot import build  # after the configuration is known to be right: this import is heavy
 
@@ -44,6 +50,15 @@ def resume(
 
         run = build.resume(run_dir, overrides or (), checkpoint=from_, allow=frozenset(allow))
     _turn(run)
+
+
+def _refuse_used_folders(config: RunConfig) -> None:
+    """Raises `CheckpointError` when a new run may not use its folders as they are. Makes nothing."""
+    from surefoot.run_dir import claim
+
+    run_dir, named = Path(config.run_dir).expanduser().absolute(), config.checkpointing.checkpoint_dir
+    for _ in claim(run_dir, Path(named).expanduser() if named else run_dir / "checkpoints", overwrite=False):
+        pass
 
 
 @contextmanager

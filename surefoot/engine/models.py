@@ -423,6 +423,8 @@ def _trainable_config(folder: Path, kind: Kind) -> Any:
     """The configuration in a folder, once that is known to be a model's whose weights can be read and trained."""
     if (folder / lora.ADAPTER_CONFIG).exists():
         raise ModelError(f"{folder} holds an adapter; expected a whole model: merge the adapter into its base first")
+    if (folder / "manifest.json").exists() and (folder / "policy" / "weights").is_dir():
+        raise ModelError(f"{folder} is a checkpoint; name the model in it: {folder / 'policy' / 'weights'}")
     if not any(folder.glob("*.safetensors")):
         others = ", ".join(sorted(file.name for file in folder.glob("*.bin"))) or "no weights"
         raise ModelError(

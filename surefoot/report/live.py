@@ -21,7 +21,7 @@ from surefoot.types import Clock
 _REDRAWS_PER_S = 2  # each takes a few milliseconds of the steps' time
 _MAX_WIDTH = 100
 _BARS = 32
-_RECENT_LOSSES = 20 * _BARS
+_RECENT = 20 * _BARS
 
 
 class LiveProgress(PlainProgress):
@@ -35,7 +35,7 @@ class LiveProgress(PlainProgress):
         self._title = title
         self._rows = {"step": "waiting for the first", "validation": "none yet", "checkpoint": "none yet"}
         self._step = 0
-        self._losses: tuple[float, ...] = ()
+        self._curve, self._values = "loss", tuple[float, ...]()
         self._live = Live(self, console=console, refresh_per_second=_REDRAWS_PER_S)
 
     def start(self) -> None:
@@ -44,7 +44,9 @@ class LiveProgress(PlainProgress):
     def step(self, clock: Clock, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         super().step(clock, metrics, timing)
         self._step = clock.step
-        self._losses = (*self._losses[1 - _RECENT_LOSSES :], metrics.get("loss", math.nan))
+        if "reward" in metrics:  # says more than the loss of a policy, which stays about 0
+            self._curve = "reward"
+        self._values = (*self._values[1 - _RECENT :], metrics.get(self._curve, math.nan))
 
     def message(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
@@ -62,9 +64,10 @@ class LiveProgress(PlainProgress):
         for label, text in list(self._rows.items()):
             grid.add_row(label, Text(text))
         if not options.ascii_only:
-            bar = math.ceil(len(self._losses) / _BARS) or 1
-            means = [fmean(self._losses[i : i + bar]) for i in range(0, len(self._losses), bar)]
-            grid.add_row("loss", Text(sparkline(means), "cyan"))
+            values = self._values
+            bar = math.ceil(len(values) / _BARS) or 1
+            means = [fmean(values[i : i + bar]) for i in range(0, len(values), bar)]
+            grid.add_row(self._curve, Text(sparkline(means), "cyan"))
         phase, seconds = self._timeline.current()
         now = f"  {phase} for {duration(seconds)}" if phase else ""
         grid.add_row("running", duration(self._timeline.elapsed_s()) + now)

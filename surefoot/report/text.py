@@ -25,8 +25,10 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
 
     >>> headline({"loss": 1.5, "num_tokens": 40.0, "heldout/loss": 1.5})
     {'loss': 1.5}
+    >>> headline({"reward": 1.5, "reward/length": 0.5, "heldout/reward": 1.5, "heldout/reward/length": 0.5})
+    {'reward': 1.5}
     """
-    single = len({name.partition("/")[0] for name in metrics if "/" in name}) == 1
+    single = len({name.partition("/")[0] for name in metrics if name.partition("/")[2] in metrics}) == 1
     shown = {name: value for name, value in metrics.items() if name.rpartition("/")[2] in _SHOWN} or metrics
     return {n: v for n, v in shown.items() if not (single and "/" in n and metrics.get(n.partition("/")[2]) == v)}
 

@@ -228,7 +228,7 @@ def imported(path: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ConfigError(f"{path}: there is no module {error.name!r} on the import path") from None
+        raise ConfigError(f"{path}: there is no module {error.name!r} in this folder or on PYTHONPATH") from None
     found = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(f"{path}: {module_name} has no function or class {name!r}")

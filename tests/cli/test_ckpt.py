@@ -48,6 +48,17 @@ def test_what_a_run_prunes_meanwhile_is_not_reported_as_broken(
     assert ended.value.exit_code == 0
 
 
+def test_what_checkpoints_are_ranked_by_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("checkpointing: {metric_name: 'val:reward', higher_is_better: true}\n")
+    manager = runs.manager(tmp_path / "checkpoints")
+    manager.save(2, {"step": 2, "val:reward": 0.625, "val:other": 9.0}, runs.writers(2))
+    manager.shutdown()
+    with pytest.raises(typer.Exit):
+        ckpt.list_(tmp_path, as_json=False)
+    said = capsys.readouterr().out
+    assert "val:reward" in said and "0.625" in said and "val:other" not in said
+
+
 def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="there is no checkpoint"):
         ckpt.diff(tmp_path / "step_2", tmp_path / "step_2", as_json=False)

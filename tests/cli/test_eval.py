@@ -124,6 +124,12 @@ def test_tasks_that_make_their_rows(trained: Path) -> None:
     assert found["reward"] == found["reward/environment"] and "reward/length" not in found
 
 
+def test_an_environment_of_ones_own(trained: Path) -> None:
+    found = measured(trained / STEP, "tests.rollout.environment_samples.OwnRows", "--max-rows", 3)
+    assert (found["prompts"], found["completions"]) == (3, 6)
+    assert found["reward"] == found["reward/environment"] == 0.5
+
+
 def test_a_task_of_reasoning_gym(supervised: Path) -> None:
     pytest.importorskip("reasoning_gym")
     asked = ("number_format", "--max-rows", 2, "--max-length", 2000, "--max-new-tokens", 2, "--samples", 2)
@@ -149,6 +155,7 @@ def test_it_prints_a_line_for_each_number(trained: Path) -> None:
             "there is no task 'chain_sums': expected a file of prompts, arithmetic, calculator",
         ),
         (["nowhere.jsonl"], DataError, "no such file"),
+        (["nowhere.Mine"], ConfigError, "nowhere.Mine: there is no module 'nowhere' in this folder or on PYTHONPATH"),
         (["FILE", "--samples", 2, "--k", 3], ConfigError, "pass@3 is estimated from at least 3 completions"),
         (["FILE", "--greedy", "--samples", 2], ConfigError, "temperature 0 gives the same completion 2 times"),
         (["FILE", "--top-p", 1.5], ConfigError, "generation.top_p"),

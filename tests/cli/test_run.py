@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from surefoot import build, cli
 from surefoot.cli import app
+from surefoot.errors import CheckpointError
 from tests.helpers import runs
 
 
@@ -36,6 +37,26 @@ def test_an_impossible_path_is_an_error_without_a_traceback(
         cli.main()
     assert caught.value.code == 1
     assert "File name too long" in capsys.readouterr().err
+
+
+def test_modules_beside_the_configuration_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the installed command, whose own folder is the first that Python looks into."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(sys, "argv", ["surefoot", "--version"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_a_folder_in_use_is_refused_before_anything_heavy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = runs.write_project(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    monkeypatch.setattr(build, "start", lambda *args, **kwargs: pytest.fail("too late"))
+    result = CliRunner().invoke(app, ["train", str(file)])
+    assert isinstance(result.exception, CheckpointError)
+    assert "holds files that are not a run's (notes.txt)" in str(result.exception)
 
 
 def test_the_version_is_that_of_the_package() -> None:

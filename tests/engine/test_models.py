@@ -124,6 +124,13 @@ def test_paths_that_are_no_folders(tmp_path: Path) -> None:
         models.check_folder(from_folder(tmp_path))
 
 
+def test_a_checkpoint_is_told_from_the_model_in_it(tmp_path: Path) -> None:
+    tiny.base_folder(tmp_path / "policy" / "weights")
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(ModelError, match=r"is a checkpoint; name the model in it: .*/policy/weights$"):
+        models.check_folder(from_folder(tmp_path))
+
+
 def broken(folder: Path, how: str) -> None:
     weights, config = folder / "model.safetensors", folder / "config.json"
     if how == "missing tensor":

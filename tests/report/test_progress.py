@@ -135,6 +135,14 @@ def test_one_frame_of_the_live_view(tmp_path: Path) -> None:
     assert "data" not in frame(report)
 
 
+def test_the_curve_is_the_rewards_where_there_are_some(tmp_path: Path) -> None:
+    with make(tmp_path / "run", console=terminal(), progress="live") as report:
+        for metrics in (METRICS, METRICS | {"reward": Metric(0.5)}, METRICS):
+            turn(report, Clock(), metrics)
+        (line,) = [line for line in frame(report).splitlines() if line.startswith("│ reward ")]
+    assert not any(line.startswith("│ loss ") for line in frame(report).splitlines()) and "▁" in line
+
+
 def test_what_is_shown_of_the_metrics() -> None:
     validated = {"a/loss": 1.5, "a/num_tokens": 9.0, "loss": 1.5, "num_tokens": 9.0, "skipped_rows": 0.0}
     assert headline(validated) == {"loss": 1.5}

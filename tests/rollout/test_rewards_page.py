@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from surefoot.config import DataConfig
 from surefoot.rollout.environments import EnvironmentConfig, environment_names, load_environment
 from surefoot.rollout.reward_calls import STYLES
 from surefoot.rollout.reward_config import RewardConfig
@@ -28,12 +29,16 @@ def test_the_tables_are_complete() -> None:
         assert f"| `{name}` |" in PAGE
 
 
-def test_the_sections_can_be_read() -> None:
+def test_the_sections_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_module.py").write_text(blocks("python")[1])
+    monkeypatch.syspath_prepend(tmp_path)
     for block in map(yaml.safe_load, blocks("yaml")):
         for section in block.get("rewards", []):
             RewardConfig(**section)
         if "environment" in block:
             load_environment(EnvironmentConfig(**block["environment"]))
+        if "data" in block:
+            DataConfig(**block["data"])
 
 
 def test_a_function_from_python(tmp_path: Path) -> None:
