@@ -26,6 +26,7 @@ def inspect(
     pairs: bool | None = typer.Option(
         None, "--pairs/--no-pairs", help="Whether the rows are preferences; default: as the first one looks."
     ),
+    prompts: bool = typer.Option(False, "--prompts", help="The rows are prompts, which a run samples answers to."),
     ranking: Literal["best_worst", "all_pairs"] = typer.Option("best_worst", help="Which ranked answers to compare."),
     max_length: int | None = typer.Option(
         None, min=1, help="policy.max_total_sequence_length; default: a run's, or what the model reads if that is less."
@@ -65,13 +66,16 @@ def inspect(
     policy = EngineConfig(model_name=model, tokenizer=TokenizerConfig(chat_template=chat_template))
     tokenizer, reads = load_tokenizer(policy), longest_row(policy)
     length = max_length or min(policy.max_total_sequence_length, reads or policy.max_total_sequence_length)
-    pairs = looks_like_pairs(source) if pairs is None else pairs
-    dataset = prepare(source, data, tokenizer, length, rows="pairs" if pairs else "sequences")
+    if prompts and pairs:
+        raise typer.BadParameter("--prompts: rows that are --pairs have their answers")
+    if not prompts and pairs is None:
+        pairs = looks_like_pairs(source)
+    dataset = prepare(source, data, tokenizer, length, rows="prompts" if prompts else "pairs" if pairs else "sequences")
     if as_json:
         found = {"max_length": length, "model_reads": reads, **_as_json(dataset, tokenizer, rows)}
         typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
     else:
-        cut = f"cut at {length} tokens: {dataset.counts.truncated}"
+        cut = f"no longer than {length} tokens" if prompts else f"cut at {length} tokens: {dataset.counts.truncated}"
         _show(dataset, tokenizer, rows, cut + ("" if reads is None else f" (the model reads at most {reads})"))
 
 
@@ -133,6 +137,8 @@ def _show(dataset: Dataset, tokenizer: Any, rows: int, cut: str) -> None:
     for i in range(dataset.group_size):
         console.print(Text(f"first example, as text{_side(dataset, i)}:", style="bold"))
         console.print(Text(tokenizer.decode(dataset.ids(i))))
+    if dataset.prompts:
+        console.print(Text(f"columns for rewards: {', '.join(dataset.prompts[0].columns) or 'none'}"))
     lengths = ", ".join(f"{name} {value}" for name, value in _lengths(dataset).items())
     console.print(Text(f"lengths in tokens: {lengths}; longest before cutting: {counts.longest}"))
     console.print(Text(cut))

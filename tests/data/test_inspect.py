@@ -54,6 +54,17 @@ def test_json_for_programs(model: str, data: str) -> None:
     assert shown["counts"]["kept"] == 3
 
 
+def test_prompts_are_shown_with_what_rewards_get(model: str, data: str) -> None:
+    asked = ["inspect", data, "--model", model, "--prompts", "--max-length", "30", "--columns", "prompt=question"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    shown = done.output.replace("\n", "")
+    assert "columns for rewards: answer" in shown and "2 of 3 rows" in shown and "all of prompts" in shown
+    (row, *_) = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)["rows"]
+    assert row["text"].endswith("<|im_start|>assistant\n") and not sum(row["loss_mask"])
+    assert "rows that are --pairs" in CliRunner().invoke(app, [*asked, "--pairs"]).output
+
+
 @pytest.mark.parametrize(
     ("reads", "given", "length"), [(64, [], 64), (4096, [], 512), (4096, ["--max-length", "999"], 999)]
 )
