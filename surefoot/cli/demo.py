@@ -13,7 +13,8 @@ def demo(
     every: bool = typer.Option(
         False,
         "--all",
-        help="Then go on from the same SFT model, each measured before and after: a reward model, DPO, PPO.",
+        help="Then go on, each measured before and after: from the same SFT model to a reward model, DPO and PPO; with "
+        "the GRPO model as teacher to two smaller ones, one of them with another tokenizer.",
     ),
     seed: int = typer.Option(0, min=0, help="Of the data, the weights and the order of the rows."),
 ) -> None:

@@ -22,14 +22,14 @@ class DemoFolder:
     def __init__(self, root: Path, moved_to: Path | None = None) -> None:
         self.root, self.moved_to = root, moved_to
         self.data = root / "data"
-        self.tokenizer = root / "tokenizer"
+        self.tokenizer, self.other_tokenizer = root / "tokenizer", root / "other_tokenizer"
 
     def rows(self, name: str) -> list[task.Row]:
         return task.read_rows(self.data / f"{name}.jsonl")
 
     def fill(self, seed: int) -> Heldout:
-        """Write the true sums, demonstrations that are mostly wrong, preferences of two kinds; train the tokenizer;
-        write the configurations. Returns what is held out."""
+        """Write the true sums, demonstrations that are mostly wrong, preferences of two kinds; train two
+        tokenizers; write the configurations. Returns what is held out."""
         task.write_dataset(self.data / "train.jsonl", self.data / "heldout.jsonl", seed)
         train, heldout = self.rows("train"), self.rows("heldout")
         task.write_demonstrations(train, self.data / "demonstrations.jsonl", seed, WRONG_SHARE)
@@ -37,6 +37,7 @@ class DemoFolder:
             task.write_preferences(train, self.data / f"{name}.jsonl", seed, wrong)
             task.write_preferences(heldout, self.data / f"{name}_heldout.jsonl", seed, wrong)
         task.train_tokenizer(train, self.tokenizer)
+        task.train_tokenizer(train, self.other_tokenizer, task.TRIPLES)
         for stage in STAGES:
             stage.recipe.write(self.root, seed)
         return Heldout(heldout, self.rows("guesses_heldout"), self.rows("slips_heldout"), seed)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -53,7 +55,7 @@ _RANDOM = """\
 # the tokenizer out: the model's own is taken.
 model_init:
 {model_init}
-tokenizer: {{ name: "{root}/tokenizer" }}"""
+tokenizer: {{ name: "{root}/{tokenizer}" }}"""
 CHAT = 'One chat, which is one row, per line: {"messages": [{"role": …, "content": …}, …]}'
 PROMPT = "One chat per line. Its last turn is not trained: it is the column `answer`, which the reward alone reads"
 PAIR = 'One pair, which is two rows, per line: {"prompt": [{"role": …, "content": …}], "chosen": […], "rejected": […]}'
@@ -72,8 +74,9 @@ class Recipe:
         one_line: what a line of the files is.
         metric: of validation, by which the best checkpoints are kept.
         decay, warmup: of the learning rate; warm-up in optimizer steps.
-        section: the algorithm's own, and what else it needs, with comments.
+        section: the algorithm's own, and what else it needs, with comments; `$root` is the demo's folder.
         begins_with: the run whose last weights are the first ones here; default: random weights.
+        model_init, tokenizer: of random weights; the tokenizer's is a name of a folder.
     """
 
     name: str
@@ -93,6 +96,8 @@ class Recipe:
     metric: str = "loss"
     higher_is_better: bool = False
     begins_with: Recipe | None = None
+    model_init: Mapping[str, Any] = field(default_factory=task.model_init)
+    tokenizer: str = "tokenizer"
 
     def config(self, root: Path) -> Path:
         return root / f"{self.name}.yaml"
@@ -108,7 +113,7 @@ class Recipe:
             "about": textwrap.indent(textwrap.fill(self.about, 118), "# "),
             "root": _quoted(root),
             "seed": seed,
-            "section": self.section and f"\n{self.section}",
+            "section": self.section and f"\n{self.section.replace('$root', _quoted(root))}",
             "model": textwrap.indent(self._model(root), "  "),
             "higher_is_better": str(self.higher_is_better).lower(),
         }
@@ -117,8 +122,8 @@ class Recipe:
     def _model(self, root: Path) -> str:
         if self.begins_with is not None:
             return f'model_name: "{_quoted(self.begins_with.weights(root))}"  # its tokenizer comes with it'
-        model_init = textwrap.indent(yaml.safe_dump(task.model_init(), sort_keys=False).rstrip(), "  ")
-        return _RANDOM.format(model_init=model_init, root=_quoted(root))
+        model_init = textwrap.indent(yaml.safe_dump(dict(self.model_init), sort_keys=False).rstrip(), "  ")
+        return _RANDOM.format(model_init=model_init, root=_quoted(root), tokenizer=self.tokenizer)
 
 
 def weights(run_dir: Path, step: int) -> Path:

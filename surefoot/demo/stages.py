@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from surefoot.demo import measure, task
 from surefoot.demo.closing import Outcome
 from surefoot.demo.measure import GREEDY, GUESSES, SAMPLED, SLIPS, Heldout, Kind
-from surefoot.demo.recipe import PAIR, PROMPT, Recipe
+from surefoot.demo.recipe import PAIR, PROMPT, Recipe, weights
 from surefoot.demo.watch import WatchedRun
 from surefoot.report.text import number
 
@@ -205,6 +206,71 @@ PPO = Stage(
     measure.answers,
     {SAMPLED: Limit(0.7, gain=0.4), GREEDY: Limit(0.9)},
 )
-# What `--all` goes on with, each from SFT's weights. Stages of one group run side by side, on one thread each.
-FURTHER = ((RM, DPO), (PPO,))
+into_a_student = partial(
+    Recipe,
+    rows=64,
+    lr="5e-3",
+    val_rows=200,
+    one_line=PROMPT,
+    metric="reward",
+    higher_is_better=True,
+    model_init=task.model_init(hidden_size=64),
+)
+_TEACHER = f'teachers: [{{ model: "{weights(Path("$root/killed"), GRPO.recipe.num_steps)}" }}]'
+_DISTILLATION = f"""\
+distillation:
+  {_TEACHER}
+  divergence: forward_kl
+  num_prompts_per_step: 256
+  num_epochs_per_step: 2  # 8 optimizer steps
+"""
+DISTILLATION = Stage(
+    into_a_student(
+        "distillation",
+        "On-policy distillation of the model that GRPO trained into one of a quarter of its size, from random weights. "
+        "Nobody shows the student an answer: it writes, nonsense at first, and at each of its tokens the teacher says "
+        "which one it would have written.",
+        algorithm="distillation",
+        num_steps=100,
+        period=25,
+        section=_DISTILLATION + _SAMPLING,
+        train="train",
+    ),
+    "the GRPO model as teacher of a smaller one, from random weights, on the student's own answers",
+    measure.answers,
+    {SAMPLED: Limit(0.8), GREEDY: Limit(0.9)},
+)
+_CROSS = f"""\
+cross_tokenizer:
+  {_TEACHER}
+  loss: gold
+  top_k: null  # all 19 tokens of the teacher's
+  student_fraction: 0.75  # of the prompts; the others come with the demonstrations' answers, which are mostly wrong. So
+  # the reward, which is measured by these answers in training, stays low; in validation it is measured by right ones
+  num_prompts_per_step: 256
+  num_epochs_per_step: 2  # 8 optimizer steps
+"""
+CROSS_TOKENIZER = Stage(
+    into_a_student(
+        "cross_tokenizer",
+        "Distillation of the same teacher into a student with another tokenizer, whose 132 is one token. Nobody shows "
+        "it right answers: the demonstrations are the mostly wrong ones of the beginning, and what the teacher says of "
+        "each of their tokens is right.",
+        algorithm="cross_tokenizer",
+        num_steps=80,
+        period=20,
+        section=_CROSS + _SAMPLING,
+        train="demonstrations",
+        tokenizer="other_tokenizer",
+        # Tied to the outputs, embeddings have to learn first which of the hundred tokens are not to be written, and
+        # one run had learnt no more by its end.
+        model_init=task.model_init(hidden_size=64) | {"tie_word_embeddings": False},
+    ),
+    "the GRPO model as teacher of a smaller one with another tokenizer, from random weights",
+    measure.answers,
+    {SAMPLED: Limit(0.8), GREEDY: Limit(0.9)},
+)
+# What `--all` goes on with: from SFT's weights, then with what GRPO ended with as teacher. Stages of one group run side
+# by side, on one thread each.
+FURTHER = ((RM, DPO), (PPO,), (DISTILLATION, CROSS_TOKENIZER))
 STAGES = (SFT, GRPO, *(stage for group in FURTHER for stage in group))

@@ -21,6 +21,7 @@ _LOW, _HIGH = 10, 99
 _MAX_NEW_TOKENS = 4  # three digits and the end of the turn
 
 BOS, END, PAD, UNKNOWN = "<|bos|>", "<|end|>", "<|pad|>", "<|unk|>"
+CHARACTERS, TRIPLES = r"[\s\S]", r"\d{3}|[\s\S]"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 
 # Renders no line breaks: every token counts when a row has fourteen of them.
@@ -107,14 +108,18 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def train_tokenizer(rows: Iterable[Row], folder: Path) -> Any:
-    """Train a tokenizer of 19 tokens on the rows' texts and save it, its chat template included. Every character is a
-    word of its own, so no two digits can be merged."""
+def train_tokenizer(rows: Iterable[Row], folder: Path, words: str = CHARACTERS) -> Any:
+    """Train a tokenizer on the rows' texts and save it, its chat template included.
+
+    Args:
+        words: a regular expression of what can be a token. With `CHARACTERS` no two digits can be merged, and there are
+            19 tokens. With `TRIPLES` 132 is one more token, and so is every other number of three digits in the rows.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(words), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.BpeTrainer(
         special_tokens=[PAD, BOS, END, UNKNOWN, *ROLES],

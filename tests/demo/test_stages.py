@@ -142,7 +142,7 @@ def test_the_demo_holds_when_each_of_its_parts_does(
     monkeypatch.setattr(story, "twice", lambda *_: ([closing.Fact("loss", "3 -> 0"), fact], [outcome]))
     console = Console(file=io.StringIO(), width=120)
     assert story.tell(tmp_path / "demo", 0, console, further_stages=everything) is (held or not everything)
-    assert done == ["sft", "rm", "dpo", "ppo"][: None if everything else 1]
+    assert done == ["sft", "rm", "dpo", "ppo", "distillation", "cross_tokenizer"][: None if everything else 1]
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "What each method did" in shown and ("surefoot score" in shown) is everything
     monkeypatch.setattr(story, "twice", lambda *_: ([fact._replace(held=False)], [outcome]))
@@ -169,6 +169,7 @@ def results(folder: DemoFolder, few: measure.Heldout) -> dict[str, Result]:
     for full in STAGES:
         begins_with = found["sft"].stage.recipe if full.recipe.begins_with else None
         section = full.recipe.section.replace("critic_warmup_steps: 10", "critic_warmup_steps: 1")
+        section = section.replace("killed/checkpoints/step_400", "grpo/checkpoints/step_2")
         recipe = dataclasses.replace(
             full.recipe, num_steps=2, period=2, val_rows=8, section=section, begins_with=begins_with
         )

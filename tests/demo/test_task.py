@@ -54,6 +54,14 @@ def test_the_vocabulary_is_whole_even_from_one_row(tmp_path: Path, tokenizer: An
     assert len(few) == 19
 
 
+def test_the_other_tokenizer_has_a_token_for_each_sum_of_three_digits(tmp_path: Path) -> None:
+    rows = task.split_rows(0)[0]
+    other = task.train_tokenizer(rows, tmp_path, task.TRIPLES)
+    assert other.tokenize("47+85=132") == [*"47+85=", "132"] and other.tokenize("12+34=46") == list("12+34=46")
+    sums = {task.expected_answer(row) for row in rows}
+    assert {total for total in sums if len(total) == 3} == {text for text in other.get_vocab() if len(text) == 3}
+
+
 def test_the_mask_covers_the_answer_and_the_end_of_its_turn(tokenizer: Any) -> None:
     encoded = tokenizer.apply_chat_template(
         task.addition(47, 85)["messages"], return_dict=True, return_assistant_tokens_mask=True
