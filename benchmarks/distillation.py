@@ -1,7 +1,9 @@
-"""Peak memory of distillation's loss, forward and backward, against the KL of two whole arrays of logits.
+"""Peak memory of distillation's loss, forward and backward, against the same from whole arrays of logits.
 
 2,048 tokens, a vocabulary of 32,000, float32: each side in a process of its own, whose peak resident memory above what
 was there before is what counts. Both give the gradients in the student's hidden states and head; they are compared.
+Across tokenizers the teacher has 24,000 tokens, of which 16,000 are the student's too, and a third of the chunks have
+two tokens of the student's.
 Names of losses on the command line measure these alone.
 """
 
@@ -13,7 +15,7 @@ import resource
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -24,10 +26,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from surefoot.engine.heads import token_outputs
+from surefoot.losses.cross_tokenizer import ChunkLoss, CrossTokenizerLoss, Gold, Projection
 from surefoot.losses.distill import Divergence, TeacherDivergences
 from surefoot.types import Head
 
 TOKENS, VOCABULARY, WIDTH, TEACHER_WIDTH = 2048, 32_000, 128, 256
+OTHER_VOCABULARY, SHARED, K = 24_000, 16_000, 64
+Side: TypeAlias = Callable[[], tuple[Tensor, list[Tensor]]]
 FORMS = {
     "forward KL": Divergence("forward_kl"),
     "reverse KL": Divergence("reverse_kl"),
@@ -78,24 +83,66 @@ def chunked(form: Divergence) -> tuple[Tensor, list[Tensor]]:
     return loss.detach(), list(torch.autograd.grad(loss, [hidden, student.weight]))
 
 
+def gold() -> ChunkLoss:
+    shared = torch.arange(SHARED).expand(2, -1)
+    return Gold.of(shared, (VOCABULARY, OTHER_VOCABULARY), divergence=Divergence("forward_kl"), whole=False)
+
+
+def projection() -> ChunkLoss:
+    """The student's other tokens are two of the teacher's each."""
+    rows = torch.cat([torch.arange(SHARED), torch.arange(SHARED, VOCABULARY).repeat_interleave(2)])
+    weights = torch.cat([torch.ones(SHARED), torch.full((len(rows) - SHARED,), 0.5)])
+    columns = torch.arange(len(rows)) % OTHER_VOCABULARY
+    return Projection.of(Divergence("forward_kl"), rows, columns, weights, OTHER_VOCABULARY)
+
+
+def across(make: Callable[[], ChunkLoss], *, whole: bool) -> tuple[Tensor, list[Tensor]]:
+    """Across tokenizers: what the loss reads of all tokens at once, or as the engine does it."""
+    hidden, student, *_ = inputs()
+    chunk = (torch.arange(TOKENS) % 4 != 0).cumsum(0) + 1
+    said = torch.randn(int(chunk.max()), K + 1).sort(1, descending=True).values.log_softmax(-1)[chunk - 1]
+    ids = (torch.randint(OTHER_VOCABULARY, (len(said), 1))[chunk - 1] + 301 * torch.arange(K)) % OTHER_VOCABULARY
+    columns = {"input_ids": torch.randint(VOCABULARY, (TOKENS,)), "loss_mask": torch.ones(TOKENS)}
+    columns |= {"teacher/topk_ids": ids, "teacher/topk_logprobs": said[:, :K], "teacher/topk_rest": said[:, K]}
+    loss = CrossTokenizerLoss({"teacher": make()})
+    if whole:
+        logprobs = student(hidden).log_softmax(-1)
+        own = logprobs.gather(1, columns["input_ids"][:, None])[:, 0]
+        out = {"logprobs": own} | loss.function(logprobs, columns)
+    else:
+        head = Head(loss.outputs, function=loss.function)
+        out = token_outputs(hidden, columns["input_ids"], student, head, None, columns)
+    row = {name: column[None] for name, column in columns.items()}
+    row |= {"teacher/chunk": chunk[None], "teacher/weight": torch.ones(1)}
+    value, _ = loss({name: values[None] for name, values in out.items()}, row, norm=loss.counts(row))
+    return value.detach(), list(torch.autograd.grad(value, [hidden, student.weight]))
+
+
+SIDES: dict[str, tuple[Side, Side]] = {
+    **{name: (partial(naive, form), partial(chunked, form)) for name, form in FORMS.items()},
+    "gold, top 64": (partial(across, gold, whole=True), partial(across, gold, whole=False)),
+    "projection, top 64": (partial(across, projection, whole=True), partial(across, projection, whole=False)),
+}
+
+
 def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measured(side: Callable[[Divergence], Any], name: str, connection: Any) -> None:
+def measured(side: Side, connection: Any) -> None:
     torch.set_num_threads(1)
     token_outputs(torch.randn(2, 2), torch.zeros(2, dtype=torch.long), nn.Linear(2, 4), Head())  # what torch loads late
     kept = inputs()
     before = peak_mib()
     del kept
-    loss, grads = side(FORMS[name])
+    loss, grads = side()
     connection.send((peak_mib() - before, float(loss), [grad.numpy() for grad in grads]))
 
 
-def run(side: Callable[[Divergence], Any], name: str) -> Any:
+def run(side: Side) -> Any:
     context = multiprocessing.get_context("fork")  # this process never holds much
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=measured, args=(side, name, theirs))
+    process = context.Process(target=measured, args=(side, theirs))
     process.start()
     found = ours.recv()
     process.join()
@@ -106,8 +153,8 @@ def main() -> None:
     table = Table(title=f"{TOKENS:,} tokens × {VOCABULARY:,}: extra peak memory of forward + backward")
     for heading in ("loss", "whole logits", "surefoot", "ratio", "largest difference of gradients, relative"):
         table.add_column(heading, justify="left" if heading == "loss" else "right")
-    for name in sys.argv[1:] or FORMS:
-        (most, loss, grads), (ours, own_loss, own_grads) = run(naive, name), run(chunked, name)
+    for name in sys.argv[1:] or SIDES:
+        (most, loss, grads), (ours, own_loss, own_grads) = (run(side) for side in SIDES[name])
         assert abs(loss - own_loss) <= 1e-5 * abs(loss), (loss, own_loss)
         apart = max(abs(a - b).max() / abs(a).max() for a, b in zip(grads, own_grads, strict=True))
         table.add_row(name, f"{most:,.0f} MiB", f"{ours:,.0f} MiB", f"{ours / most:.2f}", f"{apart:.1e}")

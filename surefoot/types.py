@@ -259,7 +259,7 @@ class TokenFunction(Protocol):
 
     Attributes:
         fields: names of the columns [rows, tokens, ...] that it reads.
-        outputs: names of what it returns, which the engine's outputs then hold as [rows, tokens].
+        outputs: names of what it returns, which the engine's outputs then hold as [rows, tokens, ...].
     """
 
     @property
@@ -275,7 +275,7 @@ class TokenFunction(Protocol):
             columns: the same tokens' entries [n, ...] of `fields`.
 
         Returns:
-            [n] for each of `outputs`.
+            [n, ...] for each of `outputs`.
         """
 
 

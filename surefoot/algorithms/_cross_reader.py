@@ -17,7 +17,7 @@ from surefoot.data.retokenize import Retokenizer
 from surefoot.data.rows import Prompt, RowError
 from surefoot.data.token_bytes import TokenBytes
 from surefoot.data.vocabularies import VocabularyMap, map_vocabulary
-from surefoot.engine.models import has_same_tokenizer
+from surefoot.engine.models import has_same_tokenizer, resolve_device
 from surefoot.errors import ModelError
 from surefoot.losses.cross_tokenizer import ChunkLoss, Gold, Projection, SameVocabulary
 from surefoot.types import Head, Kit
@@ -61,11 +61,12 @@ def reader(name: str, head: Head, student: TokenBytes, config: CrossTokenizerCon
     retokenize = Retokenizer(student, tokenizer, kit.config.data, longest)
     vocabulary = known_map(student, retokenize.teacher, Path(config.cache) if config.cache else None)
     report(str(spec.model), vocabulary, retokenize, kit.train_data.prompts)
+    device = resolve_device(kit.config.policy.device)
     if config.loss == "projection":
-        matrix = (vocabulary.rows, vocabulary.columns, vocabulary.weights)
-        return Reader(head, Projection.of(divergence, *matrix, size), retokenize)
+        rows, columns, weights = (p.to(device) for p in (vocabulary.rows, vocabulary.columns, vocabulary.weights))
+        return Reader(head, Projection.of(divergence, rows, columns, weights, size), retokenize)
     merge, whole = config.token_merge or "observed", head.k == size
-    pair = (vocabulary.same, vocabulary.sizes, config.gold_weights)
+    pair = (vocabulary.same.to(device), vocabulary.sizes, config.gold_weights)
     return Reader(head, Gold.of(*pair, divergence=divergence, merge=merge, whole=whole), retokenize)
 
 

@@ -102,7 +102,9 @@ class CrossTeachers(Teachers):
         config, losses = self._config, {name: self._readers[name].loss for name in self.used}
         ce = {"ce_weight": config.ce_weight, "ce_scale": self.ce_scale}
         loss = CrossTokenizerLoss(losses, config.temperature, config.reduction, **ce)
-        return Objective("policy", Head(loss.outputs, config.temperature, known_only=True), loss)
+        return Objective(
+            "policy", Head(loss.outputs, config.temperature, known_only=True, function=loss.function), loss
+        )
 
     def _likelihoods(self, name: str, ref: BatchRef, kit: Kit) -> Tensor:
         columns: Any = kit.plane.get(ref, [f"{name}/likelihood"])

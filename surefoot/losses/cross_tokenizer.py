@@ -1,7 +1,9 @@
 """Distillation between two vocabularies, over chunks: runs of tokens on both sides that are the same bytes of a text.
 
 Two losses, and a third for a teacher that has the student's own vocabulary. What a teacher says of a chunk comes as a
-`Target`: its k likeliest ids, their log-probs, and the log of the mass outside; k may be its whole vocabulary.
+`Target`: its k likeliest ids, their log-probs, and the log of the mass outside; k may be its whole vocabulary. What a
+loss needs of the student's distributions is read token by token, before chunks are put together: so that the engine can
+make these for a few tokens at a time, and only some k numbers of each are kept.
 """
 
 from __future__ import annotations
@@ -88,17 +90,26 @@ def mean_target(said: Target, spans: Spans, vocabulary: int) -> Target:
 
 
 class ChunkLoss(Protocol):
-    """One number per chunk, [chunks], by name; "loss" is what is minimised."""
+    """One number per chunk, [chunks], by name; "loss" is what is minimised. Its own tensors are on the student's
+    device."""
+
+    def read(self, logprobs: Tensor, ids: Tensor) -> Tensor:
+        """What is needed of the student's distribution at each token, [tokens, cells].
+
+        Args:
+            logprobs: [tokens, vocabulary].
+            ids: [tokens, k], of the target of the token's chunk.
+        """
 
     def target(self, said: Target, own: Tensor, spans: Spans) -> Target:
         """What the teacher's distributions of its tokens come to for each chunk. `own` [tokens]: log-probs of the
         tokens themselves."""
 
-    def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
+    def __call__(self, read: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
         """
         Args:
-            logprobs: [tokens, vocabulary], the student's, of the chunks' tokens.
-            own: [tokens], of the tokens themselves.
+            read: [tokens, cells], of the student's distributions at the chunks' tokens.
+            own: [tokens], the student's log-probs of the tokens themselves.
         """
 
 
@@ -130,33 +141,34 @@ class Gold:
         cls, same: Tensor, sizes: tuple[int, int], weights: tuple[float, float] | None = None, **options: Any
     ) -> Gold:
         """`same` [2, n]: byte-identical ids of student and teacher. `sizes`: of the two vocabularies."""
-        to_student = torch.full((sizes[1],), -1)
+        to_student = torch.full((sizes[1],), -1, device=same.device)
         to_student[same[1]] = same[0]
-        others = torch.ones(sizes[0], dtype=torch.bool)
+        others = torch.ones(sizes[0], dtype=torch.bool, device=same.device)
         others[same[0]] = False
         share = same.shape[1] / max(sizes[1], 1)
         return cls(
             to_student=to_student, others=others.nonzero()[:, 0], weights=weights or (share, 1 - share), **options
         )
 
+    def read(self, logprobs: Tensor, ids: Tensor) -> Tensor:
+        """The log-probs of the ids' counterparts; then of all others, or of as many of the likeliest as `ids`."""
+        other = logprobs.index_select(1, self.others)
+        other = other if self.whole else other.topk(min(ids.shape[1], other.shape[1])).values
+        return torch.cat([logprobs.gather(1, self.to_student[ids].clamp(min=0)), other], 1)
+
     def target(self, said: Target, own: Tensor, spans: Spans) -> Target:
         both = merged(torch.cat([said.logprobs, said.rest[:, None]], 1), own, spans, self.merge)
         return Target(said.ids[spans.first if self.merge == "observed" else spans.last], both[:, :-1], both[:, -1])
 
-    def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
-        student = merged(logprobs, own, spans, self.merge)
-        counterpart = self.to_student.to(target.ids.device)[target.ids]
-        same = counterpart >= 0
-        ours = student.gather(1, counterpart.clamp(min=0))
+    def __call__(self, read: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
+        k, student = target.ids.shape[1], merged(read, own, spans, self.merge)
+        ours, other = student[:, :k], student[:, k:].exp().sort(1, descending=True).values
+        same = self.to_student[target.ids] >= 0
         theirs = target.logprobs.exp().masked_fill(same, 0.0).sort(1, descending=True).values
-        other = student[:, self.others.to(student.device)].exp()
-        if self.whole:
-            other = other.sort(1, descending=True).values
-            width = max(other.shape[1], theirs.shape[1])
-            other, theirs = F.pad(other, (0, width - other.shape[1])), F.pad(theirs, (0, width - theirs.shape[1]))
-        else:
-            other = F.pad(other, (0, max(theirs.shape[1] - other.shape[1], 0))).topk(theirs.shape[1]).values
-            ranks = torch.arange(other.shape[1], device=other.device)
+        width = max(other.shape[1], k)
+        other, theirs = F.pad(other, (0, width - other.shape[1])), F.pad(theirs, (0, width - k))
+        if not self.whole:
+            ranks = torch.arange(width, device=other.device)
             other = other.masked_fill(ranks >= (~same).sum(1, keepdim=True), 0.0)
         distance = (other - theirs).abs().sum(1)
         cells_s, cells_t = ours.masked_fill(~same, FLOOR), target.logprobs.masked_fill(~same, FLOOR)
@@ -193,19 +205,22 @@ class Projection:
     @classmethod
     def of(cls, divergence: Divergence, rows: Tensor, columns: Tensor, weights: Tensor, vocabulary: int) -> Projection:
         """`vocabulary`: the teacher's number of ids."""
-        reached = torch.zeros(vocabulary, dtype=torch.bool)
+        reached = torch.zeros(vocabulary, dtype=torch.bool, device=columns.device)
         reached[columns] = True
         return cls(divergence, rows, columns, weights, reached)
+
+    def read(self, logprobs: Tensor, ids: Tensor) -> Tensor:
+        """The probabilities of the ids, carried over."""
+        carried = logprobs.new_zeros(len(ids), len(self.reached))
+        parts = logprobs.exp().index_select(1, self.rows) * self.weights
+        return carried.index_add(1, self.columns, parts).gather(1, ids)
 
     def target(self, said: Target, own: Tensor, spans: Spans) -> Target:
         return mean_target(said, spans, len(self.reached))
 
-    def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
-        student = spans.means(logprobs.exp())
-        rows, columns, weights = (part.to(student.device) for part in (self.rows, self.columns, self.weights))
-        carried = student.new_zeros(len(student), len(self.reached)).index_add(1, columns, student[:, rows] * weights)
-        lost = ~self.reached.to(student.device)[target.ids]
-        kept = carried.gather(1, target.ids)
+    def __call__(self, read: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
+        kept = spans.means(read)
+        lost = ~self.reached[target.ids]
         rest = torch.cat([target.logprobs.masked_fill(~lost, -torch.inf), target.rest[:, None]], 1).logsumexp(1)
         ours = torch.cat([kept, 1 - kept.sum(1, keepdim=True)], 1).clamp(min=math.exp(FLOOR)).log()
         theirs = torch.cat([target.logprobs.masked_fill(lost, FLOOR), rest[:, None]], 1)
@@ -220,15 +235,16 @@ class SameVocabulary:
     divergence: Divergence
     whole: bool = True
 
+    def read(self, logprobs: Tensor, ids: Tensor) -> Tensor:
+        kept = logprobs.gather(1, ids)
+        return kept if self.whole else cells(kept, log_mass_outside(logprobs, ids), tail=True)
+
     def target(self, said: Target, own: Tensor, spans: Spans) -> Target:
         return said
 
-    def __call__(self, logprobs: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
-        ours, theirs = logprobs.gather(1, target.ids), target.logprobs
-        if not self.whole:
-            ours = cells(ours, log_mass_outside(logprobs, target.ids), tail=True)
-            theirs = cells(theirs, target.rest, tail=True)
-        return {"loss": self.divergence(ours, theirs)}
+    def __call__(self, read: Tensor, own: Tensor, spans: Spans, target: Target) -> dict[str, Tensor]:
+        theirs = target.logprobs if self.whole else cells(target.logprobs, target.rest, tail=True)
+        return {"loss": self.divergence(read, theirs)}
 
 
 def no_chunks(length: int, k: int) -> dict[str, Tensor]:
@@ -260,10 +276,34 @@ def chunk_columns(
     numbers, own = ours[ours > 0], out["logprobs"][inside]
     target = loss.target(Target(*(out[part][inside] for part in PARTS)), own, Spans.of(theirs[inside]))
     found["chunk"][at] = numbers - numbers[0] + 1
-    first = at[Spans.of(numbers).first]
     for part, values in zip(PARTS, (target.ids, target.logprobs, target.rest), strict=True):
-        found[part][first] = values
+        found[part][at] = values[Spans.of(numbers).number]
     return found | {"likelihood": own.sum() / len(at)}
+
+
+@dataclass(frozen=True)
+class Readings:
+    """A `types.TokenFunction`: what the teachers' losses read of the student's distributions, "<teacher>/read"; and
+    `nll`, of the tokens themselves at temperature 1."""
+
+    teachers: Mapping[str, ChunkLoss]
+    temperature: float
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return ("input_ids", *(f"{teacher}/topk_ids" for teacher in self.teachers))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("nll", *(f"{teacher}/read" for teacher in self.teachers))
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        plain = logprobs if self.temperature == 1 else (logprobs * self.temperature).log_softmax(-1)
+        nll = F.nll_loss(plain, columns["input_ids"], reduction="none")
+        read = {
+            f"{name}/read": loss.read(logprobs, columns[f"{name}/topk_ids"]) for name, loss in self.teachers.items()
+        }
+        return {"nll": nll} | read
 
 
 @dataclass(frozen=True)
@@ -271,10 +311,10 @@ class CrossTokenizerLoss:
     """T² · the mean, over the chunks of all teachers by their weights, of the loss, + ce_weight · mean over tokens of
     −log p.
 
-    Reads `input_ids`, `loss_mask` and, of each teacher, "<teacher>/weight" [rows] and "<teacher>/chunk" [rows, tokens]:
-    0 where a token is in no chunk, else the chunk's number in the row, from 1 without gaps; and at the first token of
-    each chunk "<teacher>/topk_ids", "/topk_logprobs" [rows, tokens, k] and "/topk_rest" [rows, tokens]. The output
-    `logits` is at temperature T.
+    Reads `loss_mask` and, of each teacher, "<teacher>/weight" [rows] and "<teacher>/chunk" [rows, tokens]: 0 where a
+    token is in no chunk, else the chunk's number in the row, from 1 without gaps; and at each token of a chunk its
+    "<teacher>/topk_ids", "/topk_logprobs" [rows, tokens, k] and "/topk_rest" [rows, tokens]. And the outputs, at
+    temperature T, `logprobs` and those of `function`.
 
     Attributes:
         teachers: of each its loss.
@@ -288,12 +328,16 @@ class CrossTokenizerLoss:
     ce_weight: float = 0.0
     ce_scale: float = 1.0
     whole_step: ClassVar[bool] = False
-    outputs: ClassVar[tuple[str, ...]] = ("logits",)
+    outputs: ClassVar[tuple[str, ...]] = ("logprobs",)
+
+    @property
+    def function(self) -> Readings:
+        return Readings(self.teachers, self.temperature)
 
     @property
     def fields(self) -> tuple[str, ...]:
         parts = ("weight", "chunk", *PARTS)
-        return ("input_ids", "loss_mask", *(f"{teacher}/{part}" for teacher in self.teachers for part in parts))
+        return ("loss_mask", *(f"{teacher}/{part}" for teacher in self.teachers for part in parts))
 
     def counts(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
         found = {"tokens": float((columns["loss_mask"] != 0).sum())} if self.ce_weight else {}
@@ -314,12 +358,12 @@ class CrossTokenizerLoss:
         - `num_tokens`, `skipped_rows` (without any chunk): sums.
         """
         mask = columns["loss_mask"] != 0
-        tokens, nll = float(mask.sum()), self._nll(out["logits"], columns["input_ids"], mask)
-        distillation = out["logits"].new_zeros(())
+        tokens, nll = float(mask.sum()), out["nll"][mask].sum()
+        distillation = nll.new_zeros(())
         metrics: dict[str, Metric] = {}
         for name, loss in self.teachers.items():
             chunk = _Chunk.tokens(_chunks(columns, name))
-            values = self._of(name, loss, chunk, out["logits"], columns)
+            values = self._of(name, loss, chunk, out, columns)
             each = columns[f"{name}/weight"][chunk.row] * (chunk.shares if self.reduction == "sequence" else 1.0)
             mean = (values["loss"] * each).sum() / (norm["chunks"] or 1.0)
             distillation = distillation + self.temperature**2 * mean
@@ -339,20 +383,14 @@ class CrossTokenizerLoss:
             "skipped_rows": Metric(float((chunks.sum(0) == 0).sum()), reduce="sum"),
         }
 
-    def _nll(self, logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """Summed, at temperature 1; without gradient where it is only measured."""
-        with torch.set_grad_enabled(bool(self.ce_weight) and torch.is_grad_enabled()):
-            return F.cross_entropy(logits[mask] * self.temperature, ids[mask], reduction="sum")
-
     def _of(
-        self, name: str, loss: ChunkLoss, chunk: _Chunk, logits: Tensor, columns: Mapping[str, Tensor]
+        self, name: str, loss: ChunkLoss, chunk: _Chunk, out: Mapping[str, Tensor], columns: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """The chunks' losses, [chunks] each."""
-        logprobs = logits.flatten(0, 1)[chunk.at].log_softmax(-1)
-        own = logprobs.gather(1, columns["input_ids"].flatten()[chunk.at][:, None])[:, 0]
+        read, own = out[f"{name}/read"].flatten(0, 1)[chunk.at], out["logprobs"].flatten()[chunk.at]
         first = chunk.at[chunk.spans.first]
         target = Target(*(columns[f"{name}/{part}"].flatten(0, 1)[first] for part in PARTS))
-        return loss(logprobs, own, chunk.spans, target)
+        return loss(read, own, chunk.spans, target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -19,23 +18,16 @@ from surefoot.losses.cross_tokenizer import (
     Projection,
     SameVocabulary,
     Spans,
-    Target,
     chunk_columns,
     mean_target,
     merged,
 )
 from surefoot.losses.distill import Divergence, TeacherDivergences
 from surefoot.types import merge_metrics
+from tests.losses.cross_steps import V, applied, spread, step, target
 
 FORWARD = Divergence("forward_kl")
 DIVERGENCES = [FORWARD, Divergence("reverse_kl"), Divergence("mixed_kl", 0.3), Divergence("jsd", 0.5)]
-V = 6
-
-
-def target(logprobs: Tensor, k: int) -> Target:
-    kept, ids = logprobs.topk(k)
-    rest = logprobs.scatter(-1, ids, -torch.inf).logsumexp(-1).clamp(min=-1e4)
-    return Target(ids, kept, rest)
 
 
 def losses(divergence: Divergence, *, whole: bool) -> dict[str, ChunkLoss]:
@@ -55,7 +47,8 @@ def test_a_teacher_that_is_the_student_is_at_distance_0(divergence: Divergence, 
     own, spans = logprobs[:, 1], Spans.of(torch.arange(9))
     for name, loss in losses(divergence, whole=k == V).items():
         leaf = logprobs.clone().requires_grad_()
-        found = loss(leaf.log_softmax(-1), own, spans, target(logprobs, k))["loss"]
+        said = target(logprobs, k)
+        found = loss(loss.read(leaf.log_softmax(-1), said.ids), own, spans, said)["loss"]
         assert found.shape == (9,)
         assert found.abs().max() < 1e-6, name
         (gradient,) = torch.autograd.grad(found.sum(), leaf)
@@ -70,7 +63,8 @@ def test_the_same_vocabulary_takes_the_loss_of_distillation() -> None:
         top = replace(divergence, top_k=2)
         columns = {"t/topk_ids": said.ids, "t/topk_logprobs": said.logprobs, "t/topk_rest": said.rest}
         expected = TeacherDivergences(top, ("t",))(ours, columns)["t/divergence"]
-        found = SameVocabulary(divergence, whole=False)(ours, ours[:, 0], Spans.of(torch.arange(5)), said)["loss"]
+        same = SameVocabulary(divergence, whole=False)
+        found = same(same.read(ours, said.ids), ours[:, 0], Spans.of(torch.arange(5)), said)["loss"]
         torch.testing.assert_close(found, expected)
 
 
@@ -93,7 +87,7 @@ def test_gold_by_hand() -> None:
     gold = Gold.of(torch.tensor([[0], [2]]), (3, 3), divergence=FORWARD)
     student = torch.tensor([[0.25, 0.25, 0.5]]).log()
     teacher = target(torch.tensor([[0.2, 0.3, 0.5]]).log(), 3)
-    found = gold(student, student[:, 0], Spans.of(torch.tensor([0])), teacher)
+    found = gold(gold.read(student, teacher.ids), student[:, 0], Spans.of(torch.tensor([0])), teacher)
     assert float(found["matched"]) == pytest.approx(0.5 * math.log(2))
     assert float(found["unmatched"]) == pytest.approx(0.25)
     assert float(found["loss"]) == pytest.approx(0.5 * math.log(2) / 3 + 0.25 * 2 / 3)
@@ -105,7 +99,7 @@ def test_gold_on_the_top_k_by_hand() -> None:
     gold = Gold.of(torch.tensor([[0], [2]]), (3, 3), (1.0, 1.0), divergence=FORWARD, whole=False)
     student = torch.tensor([[0.25, 0.25, 0.5]]).log()
     teacher = target(torch.tensor([[0.2, 0.3, 0.5]]).log(), 2)
-    found = gold(student, student[:, 0], Spans.of(torch.tensor([0])), teacher)
+    found = gold(gold.read(student, teacher.ids), student[:, 0], Spans.of(torch.tensor([0])), teacher)
     assert float(found["matched"]) == pytest.approx(0.5 * math.log(2) + 0.2 * math.log(0.2 / 0.25), abs=1e-6)
     assert float(found["unmatched"]) == pytest.approx(0.2)
 
@@ -114,7 +108,8 @@ def test_gold_with_a_vocabulary_without_counterpart_or_others() -> None:
     for k, whole in ((2, False), (4, True)):
         gold = Gold.of(torch.zeros(2, 0, dtype=torch.int64), (1, 4), divergence=FORWARD, whole=whole)
         teacher = target(torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log(), k)
-        found = gold(torch.zeros(1, 1), torch.zeros(1), Spans.of(torch.tensor([0])), teacher)
+        read = gold.read(torch.zeros(1, 1), teacher.ids)
+        found = gold(read, torch.zeros(1), Spans.of(torch.tensor([0])), teacher)
         # Sorted: 1 against 0.4, then 0 against the teacher's other kept ones.
         assert float(found["unmatched"]) == pytest.approx(0.6 + (0.3 if k == 2 else 0.6))
 
@@ -124,15 +119,18 @@ def test_projection_by_hand() -> None:
     two tokens of the student: means 0.3, 0.5, 0.2 become 0.3, 0.25, 0.25, and 0.2 that is nowhere."""
     loss = Projection.of(FORWARD, torch.tensor([0, 1, 1]), torch.tensor([0, 1, 2]), torch.tensor([1.0, 0.5, 0.5]), 4)
     student = torch.tensor([[0.5, 0.4, 0.1], [0.1, 0.6, 0.3]]).log()
-    spans = Spans.of(torch.tensor([4, 4]))
-    # The teacher's token 3 is none of the student's: its 0.1 is compared with that 0.2.
     teacher = torch.tensor([[0.2, 0.3, 0.4, 0.1]]).log()
-    found = float(loss(student, student[:, 0], spans, target(teacher, 4))["loss"])
+
+    def found(k: int) -> float:
+        said = target(teacher, k)
+        read = loss.read(student, said.ids.expand(2, k))
+        return float(loss(read, student[:, 0], Spans.of(torch.tensor([4, 4])), said)["loss"])
+
+    # The teacher's token 3 is none of the student's: its 0.1 is compared with that 0.2.
     same = 0.2 * math.log(0.2 / 0.3) + 0.3 * math.log(0.3 / 0.25) + 0.4 * math.log(0.4 / 0.25)
-    assert found == pytest.approx(same + 0.1 * math.log(0.1 / 0.2), abs=1e-6)
+    assert found(4) == pytest.approx(same + 0.1 * math.log(0.1 / 0.2), abs=1e-6)
     # Of the top 1 alone: 0.4 against 0.25, and the rest.
-    found = float(loss(student, student[:, 0], spans, target(teacher, 1))["loss"])
-    assert found == pytest.approx(0.4 * math.log(0.4 / 0.25) + 0.6 * math.log(0.6 / 0.75), abs=1e-6)
+    assert found(1) == pytest.approx(0.4 * math.log(0.4 / 0.25) + 0.6 * math.log(0.6 / 0.75), abs=1e-6)
 
 
 def test_the_mean_of_a_chunk_is_cut_to_the_likeliest_again() -> None:
@@ -146,7 +144,7 @@ def test_the_mean_of_a_chunk_is_cut_to_the_likeliest_again() -> None:
     torch.testing.assert_close(found.rest.exp(), torch.tensor([0.25, 0.25]))
 
 
-def test_what_a_teacher_says_lies_at_the_first_token_of_each_chunk() -> None:
+def test_what_a_teacher_says_lies_at_each_token_of_a_chunk() -> None:
     """Two turns: of the first, the student's token 2 and the teacher's 1 are in no chunk, for both were cut."""
     out = {"logprobs": torch.tensor([-1.0, -9, -2, -3]), "topk_rest": torch.tensor([-5.0, 0, -6, -7])}
     out |= {
@@ -160,43 +158,14 @@ def test_what_a_teacher_says_lies_at_the_first_token_of_each_chunk() -> None:
     )
     found = chunk_columns(mask, ours, theirs, out, SameVocabulary(FORWARD))
     assert found["chunk"].tolist() == [0, 1, 1, 0, 0, 2, 3]
-    assert found["topk_ids"][:, 0].tolist() == [0, 4, 0, 0, 0, 3, 5]
-    assert found["topk_rest"].tolist() == [0, -5, 0, 0, 0, -6, -7]
+    assert found["topk_ids"][:, 0].tolist() == [0, 4, 4, 0, 0, 3, 5]
+    assert found["topk_rest"].tolist() == [0, -5, -5, 0, 0, -6, -7]
     assert float(found["likelihood"]) == pytest.approx((-1 - 2 - 3) / 4)
     none = chunk_columns(mask, ours * 0, theirs * 0, out, SameVocabulary(FORWARD))
     assert not none["chunk"].any() and float(none["likelihood"]) == -math.inf
 
 
 # ---------------------------------------------------------------------------------------------------- the whole loss
-
-
-def step(rows: int = 8, *, k: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rows of 3 to 7 tokens, of which the first is no target; chunks of one to three tokens, and some in none."""
-    random = Random(2)
-    generator = torch.Generator().manual_seed(1)
-    lengths = [random.randint(3, 7) for _ in range(rows)]
-    width = max(lengths)
-    columns: dict[str, Any] = {
-        "input_ids": torch.randint(V, (rows, width), generator=generator),
-        "loss_mask": torch.zeros(rows, width),
-    }
-    for name in ("a", "b"):
-        said = target(torch.randn(rows, width, V, generator=generator).log_softmax(-1), k)
-        columns[f"{name}/chunk"] = torch.zeros(rows, width, dtype=torch.int64)
-        columns[f"{name}/weight"] = torch.full((rows,), {"a": 0.7, "b": 1.3}[name])
-        columns |= {f"{name}/topk_ids": said.ids, f"{name}/topk_logprobs": said.logprobs}
-        columns |= {f"{name}/topk_rest": said.rest}
-    for row, length in enumerate(lengths):
-        columns["loss_mask"][row, 1:length] = 1
-        for name in ("a", "b") if row != 3 else ("b",):  # row 3 has nothing of a
-            number = 1
-            for t in range(1, length - (row % 2)):
-                columns[f"{name}/chunk"][row, t] = number
-                number += random.random() < 0.6
-            chunk = columns[f"{name}/chunk"][row]
-            columns[f"{name}/chunk"][row] = torch.unique(chunk, return_inverse=True)[1]
-    logits = torch.randn(rows, width, V, generator=generator) * 2
-    return logits, columns
 
 
 def whole_loss(**options: Any) -> CrossTokenizerLoss:
@@ -225,7 +194,7 @@ def gradient(
     leaf = logits.clone().requires_grad_()
     total = 0.0
     for part, width, own in cut:
-        value, _ = loss({"logits": _padded(leaf[part, :width], padding) / loss.temperature}, own, norm=norm)
+        value, _ = applied(loss, _padded(leaf[part, :width], padding), own, norm)
         value.backward()  # type: ignore[no-untyped-call]
         total += float(value.detach())
     assert leaf.grad is not None
@@ -261,10 +230,9 @@ def test_metrics_are_those_of_the_whole_step_however_it_is_split() -> None:
     logits, columns = step()
     loss = whole_loss(ce_weight=0.5, ce_scale=1.5)
     norm = loss.counts(columns)
-    value, whole = loss({"logits": logits}, columns, norm=norm)
+    value, whole = applied(loss, logits, columns, norm)
     parts = [
-        loss({"logits": logits[i : i + 2]}, {n: c[i : i + 2] for n, c in columns.items()}, norm=norm)[1]
-        for i in range(0, 8, 2)
+        applied(loss, logits[i : i + 2], {n: c[i : i + 2] for n, c in columns.items()}, norm)[1] for i in range(0, 8, 2)
     ]
     merged_parts = merge_metrics(parts)
     for name, metric in whole.items():
@@ -282,18 +250,17 @@ def test_reductions() -> None:
     logits, columns = step()
     logits, columns = logits[:2], {name: column[:2] for name, column in columns.items()}
     columns["b/chunk"] = torch.tensor([[0, 1, 0, 0, 0, 0, 0], [0, 1, 2, 2, 3, 0, 0]])
+    spread(columns, "b")
     loss = CrossTokenizerLoss({"b": whole_loss().teachers["b"]})
     columns["b/weight"] = torch.ones(2)
     parts = []
     for row in range(2):
         own = {name: column[row : row + 1] for name, column in columns.items()}
-        parts.append(float(loss({"logits": logits[row : row + 1]}, own, norm=loss.counts(own))[0]))
-    by_chunk = float(loss({"logits": logits}, columns, norm=loss.counts(columns))[0])
+        parts.append(float(applied(loss, logits[row : row + 1], own)[0]))
+    by_chunk = float(applied(loss, logits, columns)[0])
     by_row = replace(loss, reduction="sequence")
     assert by_chunk == pytest.approx((parts[0] + 3 * parts[1]) / 4, rel=1e-5)
-    assert float(by_row({"logits": logits}, columns, norm=by_row.counts(columns))[0]) == pytest.approx(
-        sum(parts) / 2, rel=1e-5
-    )
+    assert float(applied(by_row, logits, columns)[0]) == pytest.approx(sum(parts) / 2, rel=1e-5)
     assert loss.counts(columns) == {"chunks": 4.0}
     assert by_row.counts(columns) == {"chunks": 2.0}
 
@@ -306,7 +273,7 @@ def test_rows_without_chunks_count_for_nothing() -> None:
     norm = loss.counts(columns)
     assert not any(norm.values())
     leaf = logits.requires_grad_()
-    value, metrics = loss({"logits": leaf}, columns, norm=norm)
+    value, metrics = applied(loss, leaf, columns)
     value.backward()  # type: ignore[no-untyped-call]
     assert float(value.detach()) == 0.0 and leaf.grad is not None and not leaf.grad.any()
     assert metrics["skipped_rows"].value == 2
@@ -319,18 +286,18 @@ def test_a_teacher_without_weight_has_no_part_in_a_row() -> None:
     best = torch.tensor([1.0, 0, 0, 0, 1, 0, 1, 0])
     columns |= {"a/weight": best, "b/weight": 1 - best}
     loss = whole_loss()
-    value, metrics = loss({"logits": logits}, columns, norm=loss.counts(columns))
+    value, metrics = applied(loss, logits, columns)
     chunks = {name: columns[f"{name}/chunk"].amax(1) for name in "ab"}
     assert loss.counts(columns)["chunks"] == int(torch.where(best > 0, chunks["a"], chunks["b"]).sum())
     assert metrics["loss/a"].weight == int(chunks["a"][best > 0].sum())
     columns["a/topk_logprobs"][best == 0] = torch.nan
-    assert float(loss({"logits": logits}, columns, norm=loss.counts(columns))[0]) == float(value)
+    assert float(applied(loss, logits, columns)[0]) == float(value)
 
 
 def test_temperature_multiplies_by_its_square() -> None:
     logits, columns = step()
     cold, warm = whole_loss(), whole_loss(temperature=3.0)
-    values = [float(x({"logits": logits}, columns, norm=x.counts(columns))[0]) for x in (cold, warm)]
+    values = [float(applied(loss, logits * loss.temperature, columns)[0]) for loss in (cold, warm)]
     assert values[1] == pytest.approx(9 * values[0], rel=1e-5)
 
 
@@ -341,6 +308,6 @@ def test_probabilities_that_vanish_stay_finite() -> None:
     columns = {name: column[:, :3] if column.ndim > 1 else column for name, column in columns.items()}
     leaf = logits.requires_grad_()
     loss = whole_loss()
-    value, _ = loss({"logits": leaf}, columns, norm=loss.counts(columns))
+    value, _ = applied(loss, leaf, columns)
     value.backward()  # type: ignore[no-untyped-call]
     assert torch.isfinite(value) and leaf.grad is not None and torch.isfinite(leaf.grad).all()

@@ -14,6 +14,7 @@ from torch import Tensor
 from surefoot.alignment import Tokens, align
 from surefoot.losses.cross_tokenizer import CrossTokenizerLoss, Gold, Spans, merged
 from surefoot.losses.distill import Divergence
+from tests.losses.cross_steps import applied
 from tests.parity import trl_reference
 from tests.parity.cases import GOLD_CASES, GOLD_VOCABULARIES, GoldCase, GoldSide, gold_rows
 from tests.parity.make_reference import read
@@ -72,7 +73,7 @@ def ours(case: GoldCase) -> tuple[Tensor, Tensor]:
         for number in range(1, int(first[row].max()) + 1):
             columns["t/topk_logprobs"][row, first[row].tolist().index(number)] = said[number - 1]
     logits = student.logits.clone().requires_grad_()
-    value, _ = loss({"logits": logits / case.temperature}, columns, norm=loss.counts(columns))
+    value, _ = applied(loss, logits, columns)
     value.backward()
     assert logits.grad is not None
     return value.detach(), logits.grad
