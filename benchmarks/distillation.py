@@ -9,6 +9,7 @@ Names of losses on the command line measure these alone.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import resource
@@ -30,6 +31,7 @@ from surefoot.losses.cross_tokenizer import ChunkLoss, CrossTokenizerLoss, Gold,
 from surefoot.losses.distill import Divergence, TeacherDivergences
 from surefoot.types import Head
 
+_MMAP_THRESHOLD = -3  # of malloc.h
 TOKENS, VOCABULARY, WIDTH, TEACHER_WIDTH = 2048, 32_000, 128, 256
 OTHER_VOCABULARY, SHARED, K = 24_000, 16_000, 64
 Side: TypeAlias = Callable[[], tuple[Tensor, list[Tensor]]]
@@ -125,6 +127,13 @@ SIDES: dict[str, tuple[Side, Side]] = {
 }
 
 
+def give_back() -> None:
+    """Have glibc return what is freed. By default it learns to keep large arrays, and a peak depends on the order in
+    which they came."""
+    if sys.platform == "linux":
+        ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, 2**16)
+
+
 def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -133,6 +142,7 @@ def measured(side: Side, connection: Any) -> None:
     torch.set_num_threads(1)
     token_outputs(torch.randn(2, 2), torch.zeros(2, dtype=torch.long), nn.Linear(2, 4), Head())  # what torch loads late
     kept = inputs()
+    give_back()
     before = peak_mib()
     del kept
     loss, grads = side()
