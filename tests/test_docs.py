@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from surefoot import cli
 
@@ -67,6 +68,22 @@ def test_the_readmes_commands_run_and_its_models_learn(tmp_path: Path, monkeypat
 def test_the_examples_data_are_what_their_script_makes(example: str) -> None:
     made = runpy.run_path(str(ROOT / "examples" / example / "make.py"))["files"]()
     assert {name: (ROOT / "examples" / example / name).read_text() for name in made} == made
+
+
+def test_the_examples_script_trains_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, folder = tmp_path / "rows.jsonl", tmp_path / "tokenizer"
+    rows = [{"question": f"How many are {n} naïve cats?", "answer": f"{n} cats\n#### {n}"} for n in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = str(ROOT / "examples" / "train_tokenizer.py")
+    given = f"{file} {folder} --columns question answer --size 300"
+    monkeypatch.setattr(sys, "argv", [script, *given.split()])
+    runpy.run_path(script, run_name="__main__")
+    made = AutoTokenizer.from_pretrained(folder)
+    assert len(made) == 300 and made.decode(made.encode("日本 cats")) == "日本 cats"
+    chat = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2 cats"}]
+    told = made.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    trained = [i for i, own in zip(told["input_ids"], told["assistant_masks"], strict=True) if own]
+    assert made.decode(trained) == "2 cats<|end|>" and trained[-1] == made.eos_token_id
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
