@@ -21,6 +21,8 @@ Row: TypeAlias = Mapping[str, Any]  # id, prompt, completion, completion_ids, co
 Table: TypeAlias = dict[str, list[Any]]  # one entry per row in each list
 Values: TypeAlias = list[float | None]
 
+GREATEST = 3.4028235e38  # rewards are trained on in float32, in which all beyond is infinite
+
 
 class RewardError(SurefootError):
     """A reward function returned what is no reward, lacks a column, or failed too often."""
@@ -174,10 +176,10 @@ class RewardFunction:
             number = float(value) if isinstance(value, numbers.Real) else math.nan  # a bool counts as 0 or 1
         except OverflowError:
             number = math.inf
-        if not math.isfinite(number):
+        if not abs(number) <= GREATEST:
             raise RewardError(
                 f"reward {self.label} returned {_described(value)} for {named(row)}; expected a finite number, or "
-                "None to abstain"
+                f"None to abstain, and no number beyond {GREATEST:.1e}"
             )
         return number
 

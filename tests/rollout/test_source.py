@@ -388,6 +388,13 @@ def test_a_reward_of_the_wrong_form_ends_the_run(make: Make) -> None:
     assert saved(source).json("cursor.json")["offset"] == 0
 
 
+def test_rewards_whose_sum_is_no_float32_end_the_run(make: Make) -> None:
+    great = here(lambda completions, **_: [1e38 for _ in completions], "great")
+    source, _ = make(Scripted(sometimes), rewards=[(great, 10.0)])
+    with pytest.raises(RewardError, match=r"rollout e0_d0_g0, each by its weight \({'great': 10.0}\), add up to 1e\+39"):
+        took(source)
+
+
 # --------------------------------------------------------------------------------------------------------- environments
 
 
