@@ -279,6 +279,12 @@ def test_an_environment_of_ones_own() -> None:
         (f"{__name__}.Mine", {}, "missing 1 required keyword-only argument: 'greeting'"),
         ("arithmetic", {"operators": "^"}, "environment arithmetic: expected operators out of"),
         ("arithmetic", {"operators": 3}, "environment arithmetic: "),
+        ("guessing", {"highest": "a"}, r"environment guessing: with the options {'highest': 'a'} it raises TypeError"),
+        (
+            "tests.rollout.environment_samples.Odd",
+            {"rows": "no environment"},
+            "it raises LookupError: no server",
+        ),
         ("tools", {"tools": [f"{__name__}.undocumented"]}, "environment tools: Tools: a tool cannot be described"),
         ("tools", {"tools": ["nowhere.tool"]}, "environment tools: nowhere.tool: there is no module"),
     ],

@@ -22,7 +22,7 @@ from surefoot.data.encode import Encoder
 from surefoot.data.prepare import prepare
 from surefoot.data.rows import Prompt
 from surefoot.data_plane.memory import MemoryPlane
-from surefoot.errors import RolloutError, StaleWeights, StopRequested
+from surefoot.errors import ConfigError, RolloutError, StaleWeights, StopRequested
 from surefoot.rollout.config import EvaluationConfig
 from surefoot.rollout.conversations import Conversations, Said
 from surefoot.rollout.evaluation import evaluate, majority_passes, pass_at_k, voted_answer
@@ -391,7 +391,9 @@ def test_a_reward_of_the_wrong_form_ends_the_run(make: Make) -> None:
 def test_rewards_whose_sum_is_no_float32_end_the_run(make: Make) -> None:
     great = here(lambda completions, **_: [1e38 for _ in completions], "great")
     source, _ = make(Scripted(sometimes), rewards=[(great, 10.0)])
-    with pytest.raises(RewardError, match=r"rollout e0_d0_g0, each by its weight \({'great': 10.0}\), add up to 1e\+39"):
+    with pytest.raises(
+        RewardError, match=r"rollout e0_d0_g0, each by its weight \({'great': 10.0}\), add up to 1e\+39"
+    ):
         took(source)
 
 
@@ -421,6 +423,14 @@ def test_an_environment_that_fails_always_ends_the_run(make: Make) -> None:
         RolloutError, match=r"4 of 4 rollouts failed in their environment.*first was e0_d0_g0: KeyError"
     ):
         took(source)
+
+
+def test_rows_that_hang_as_they_are_opened_end_the_start(make: Make) -> None:
+    hangs = {"name": "tests.rollout.environment_samples.HangsAtOnce", "timeout_s": 0.5}
+    with pytest.raises(
+        ConfigError, match=r"HangsAtOnce could not open 3 rows; the last time it took longer than 0.5 s"
+    ):
+        make(Scripted(sometimes), environment=hangs)
 
 
 def test_too_many_failures_end_the_run(make: Make) -> None:
