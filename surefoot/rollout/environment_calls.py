@@ -129,7 +129,8 @@ def _messages(given: Any, what: str, *, at_least: int = 0) -> list[Message]:
 def _checked(reward: Any) -> float | None:
     if getattr(reward, "ndim", None) == 0:  # a NumPy number or a tensor
         reward = reward.item()
-    if reward is not None and not (isinstance(reward, numbers.Real) and abs(reward) <= GREATEST):
+    is_number = isinstance(reward, numbers.Real)
+    if reward is not None and not (is_number and abs(reward) <= GREATEST):
         expected = f"expected a finite number, or None, and no number beyond {GREATEST:.1e}"
         raise ValueError(f"its reward is {describe(reward)}; {expected}")
     return None if reward is None else float(reward)
