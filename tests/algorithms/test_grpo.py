@@ -362,6 +362,10 @@ def test_sampling_from_a_part_of_the_vocabulary_is_corrected(file: Path) -> None
             r"max_new_tokens \(32\) must be below policy.max_total_sequence_le",
         ),
         "no rewards": (("rewards=[]",), "rewards: expected at least one function, or an environment"),
+        "label": (
+            ("environment={name: arithmetic}", "rewards=[{name: exact_match, label: environment}]"),
+            '"environment" is what the environment',
+        ),
         "preset": (("grpo.preset=ppo",), "grpo.preset"),
         "ignored": (("grpo.loss_type=reinforce", "grpo.ratio_clip_max=0.3"), "loss_type reinforce ignores it"),
         "key": (("generation.max_tokens=3",), "did you mean generation.max_new_tokens"),
