@@ -48,6 +48,11 @@ class Reader:
         """Its fingerprint."""
         return "the student's" if self.retokenize is None else self.retokenize.teacher.fingerprint
 
+    @property
+    def template(self) -> str:
+        """Its chat template's fingerprint, where it reads by its own."""
+        return "the student's" if self.retokenize is None else self.retokenize.template
+
 
 def reader(name: str, head: Head, student: TokenBytes, config: CrossTokenizerConfig, kit: Kit) -> Reader:
     """Raises `ModelError` when the teacher's tokenizer cannot be aligned with the student's."""

@@ -244,6 +244,15 @@ def test_a_resume_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
         runs.resumed(tmp_path / "run", "max_num_steps=4")
 
 
+def test_a_resume_with_another_chat_template_is_refused(tmp_path: Path) -> None:
+    file = project(tmp_path)
+    runs.trained(file, "max_num_steps=2", "val_period=0")
+    template = tmp_path / "other" / "chat_template.jinja"
+    template.write_text("Answer: " + template.read_text())
+    with pytest.raises(ResumeRefused, match=r"the chat template of the teacher .*other is not the one"):
+        runs.resumed(tmp_path / "run", "max_num_steps=4")
+
+
 def test_the_map_between_the_vocabularies_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = project(tmp_path)
     runs.started(file, *QUIET).source.close()
