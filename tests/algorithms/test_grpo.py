@@ -14,7 +14,7 @@ from surefoot import loop
 from surefoot.algorithms.grpo import PRESETS
 from surefoot.config_file import algorithm_config, config_as_yaml, parse_config, read_yaml
 from surefoot.engine.frozen import BaseView
-from surefoot.errors import ConfigError, RolloutError, StaleWeights
+from surefoot.errors import ConfigError, ResumeRefused, RolloutError, StaleWeights
 from surefoot.rollout.rewards import RewardError
 from surefoot.run import Run
 from tests.helpers import runs
@@ -386,6 +386,15 @@ def test_sampling_from_a_part_of_the_vocabulary_is_corrected(file: Path) -> None
 def test_what_cannot_be_run_is_refused(file: Path, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         runs.config_of(file, *overrides)
+
+
+@pytest.mark.parametrize("allowed", ["grpo.ratio_clip_max", "grpo", "algorithm"])
+def test_a_resume_with_another_setting_of_the_algorithm(file: Path, allowed: str) -> None:
+    runs.trained(file, "max_num_steps=2", "val_period=0")
+    changed = (file.parent / "run", "max_num_steps=4", "val_period=0", "grpo.ratio_clip_max=0.3")
+    with pytest.raises(ResumeRefused, match=r"grpo\.ratio_clip_max: the checkpoint was made with None, now 0\.3"):
+        runs.resumed(*changed)
+    assert loop.train(runs.resumed(*changed, allow=frozenset({allowed}))).steps == 2
 
 
 def test_sections_of_rollouts_are_for_algorithms_that_have_them(tmp_path: Path) -> None:
