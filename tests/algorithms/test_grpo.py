@@ -14,7 +14,7 @@ from surefoot import loop
 from surefoot.algorithms.grpo import PRESETS
 from surefoot.config_file import algorithm_config, config_as_yaml, parse_config, read_yaml
 from surefoot.engine.frozen import BaseView
-from surefoot.errors import ConfigError, ResumeRefused, RolloutError, StaleWeights
+from surefoot.errors import ConfigError, ModelError, ResumeRefused, RolloutError, StaleWeights
 from surefoot.rollout.rewards import RewardError
 from surefoot.run import Run
 from tests.helpers import runs
@@ -386,6 +386,15 @@ def test_sampling_from_a_part_of_the_vocabulary_is_corrected(file: Path) -> None
 def test_what_cannot_be_run_is_refused(file: Path, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         runs.config_of(file, *overrides)
+
+
+def test_a_reward_model_must_have_a_score_head(file: Path) -> None:
+    runs.write_model(file.parent / "plain", file, seed=1)
+    message = r"rewards\.0\.model: .*plain lack 1 tensors .* would be random: score\.weight\. Expected a reward model"
+    with pytest.raises(ModelError, match=message):
+        runs.started(file, f"rewards=[{{model: {file.parent / 'plain'}}}]")
+    with pytest.raises(ModelError, match=r"rewards\.1\.model: there is no folder .*nowhere"):
+        runs.started(file, f"rewards=[{{name: exact_match}}, {{model: {file.parent / 'nowhere'}}}]")
 
 
 @pytest.mark.parametrize("allowed", ["grpo.ratio_clip_max", "grpo", "algorithm"])
