@@ -47,7 +47,12 @@ def evaluate(
     """
     from surefoot.cli import evaluation_run
     from surefoot.cli.output import as_text, check_target, given
+    from surefoot.errors import ConfigError
 
+    if greedy and temperature:
+        raise ConfigError(
+            f"--greedy takes the likeliest token, --temperature {temperature:g} draws: expected one of them"
+        )
     if out is not None:
         check_target(out, task, overwrite, ("jsonl", "parquet"))
     if greedy:

@@ -326,6 +326,17 @@ def test_equal_rewards_for_ever_are_warned_about(make: Make, caplog: pytest.LogC
     assert source.metrics["zero_variance_groups"].value == 1.0
 
 
+def test_rewards_that_abstain_for_ever_are_warned_about(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def none(completions: list[Any], **_: Any) -> list[None]:
+        return [None] * len(completions)
+
+    source, _ = make(Scripted(sometimes), rewards=[here(none)])
+    for _ in range(4):
+        source.retire(took(source), done(0))
+    (warning,) = [record.message for record in caplog.records if "nothing is learned" in record.message]
+    assert warning.startswith("step 1 is number 3 in a row in which all rewards abstained on every completion: nothing")
+
+
 def test_rewards_that_abstain(make: Make) -> None:
     def some(completions: list[Any], **_: Any) -> list[float | None]:
         return [1.0 if text == "a" else None for text in completions]
