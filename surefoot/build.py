@@ -38,7 +38,7 @@ from surefoot.data.prepare import Dataset, prepare
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import models
 from surefoot.errors import CheckpointError, ResumeRefused
-from surefoot.fingerprints import fingerprints
+from surefoot.fingerprints import fingerprints, judges, warn_of_other_judges
 from surefoot.report import RunReport, configure_logging
 from surefoot.report.completions import Completions
 from surefoot.report.preparing import preparing
@@ -143,9 +143,11 @@ def _assembled(
     source = algorithm.source(kit)
     total_steps = _total_steps(config, source)
     loaded = builder.load()
-    manager.fingerprints = fingerprints(config.algorithm, algorithm_config(config), loaded["policy"], train_data)
+    made_of = fingerprints(config.algorithm, algorithm_config(config), loaded["policy"], train_data)
+    manager.fingerprints = made_of | judges(config)
     if point.reader is not None:
         check_fingerprints(point.reader.manifest, manager.fingerprints, allow)
+        warn_of_other_judges(point.reader.manifest.fingerprints, manager.fingerprints)
     generators = build_rollouts.generators(rollouts, config, loaded["policy"])
     known = () if total_steps is None else ((name, algorithm.optimizer_steps(name, total_steps)) for name in loaded)
     engines |= builder.build(loaded, dict(known))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,27 @@ def test_sampling_from_a_part_of_the_vocabulary_is_corrected(file: Path) -> None
 def test_what_cannot_be_run_is_refused(file: Path, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         runs.config_of(file, *overrides)
+
+
+def test_a_resume_with_another_reward_says_so(
+    file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = file.parent / "rewards"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    module, score = (
+        folder / "reward_of_mine.py",
+        "def score(completions, **columns):\n    return [{}.0 for _ in completions]\n",
+    )
+    module.write_text(score.format(1))
+    runs.trained(file, "max_num_steps=2", "val_period=0", "rewards=[{function: reward_of_mine.score}]")
+    assert loop.train(runs.resumed(file.parent / "run", "max_num_steps=4")).steps == 2
+    assert "not what they were" not in caplog.text
+    module.write_text(score.format(2))
+    assert loop.train(runs.resumed(file.parent / "run", "max_num_steps=6")).steps == 2
+    assert (
+        f"when the checkpoint was written ({module}; now {module}): the run goes on with what is there" in caplog.text
+    )
 
 
 def test_a_reward_model_must_have_a_score_head(file: Path) -> None:
