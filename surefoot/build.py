@@ -38,7 +38,7 @@ from surefoot.data.prepare import Dataset, prepare
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import models
 from surefoot.errors import CheckpointError, ResumeRefused
-from surefoot.fingerprints import fingerprints
+from surefoot.fingerprints import fingerprints, judges, warn_of_other_judges
 from surefoot.report import RunReport, configure_logging
 from surefoot.report.completions import Completions
 from surefoot.report.preparing import preparing
@@ -99,7 +99,7 @@ def resume(
             folders.refuse_lost(run_dir, manager.checkpoint_dir)
         _tell(point, config)
         before = load_config(point.reader.local(folders.CONFIG_FILE) if point.reader else file)
-        _check_changes(before, config, allow)
+        allow = _check_changes(before, config, allow)
         return _assemble(config, manager, listeners, point, allow, console)
 
 
@@ -143,9 +143,11 @@ def _assembled(
     source = algorithm.source(kit)
     total_steps = _total_steps(config, source)
     loaded = builder.load()
-    manager.fingerprints = fingerprints(config.algorithm, algorithm_config(config), loaded["policy"], train_data)
+    made_of = fingerprints(config.algorithm, algorithm_config(config), loaded["policy"], train_data)
+    manager.fingerprints = made_of | judges(config)
     if point.reader is not None:
         check_fingerprints(point.reader.manifest, manager.fingerprints, allow)
+        warn_of_other_judges(point.reader.manifest.fingerprints, manager.fingerprints)
     generators = build_rollouts.generators(rollouts, config, loaded["policy"])
     known = () if total_steps is None else ((name, algorithm.optimizer_steps(name, total_steps)) for name in loaded)
     engines |= builder.build(loaded, dict(known))
@@ -305,9 +307,13 @@ def _tell(point: ResumePoint, config: RunConfig) -> None:
 _CHANGE_ROUNDING = ("policy.num_threads", "policy.device")
 
 
-def _check_changes(before: RunConfig, after: RunConfig, allow: frozenset[str]) -> None:
+def _check_changes(before: RunConfig, after: RunConfig, allow: frozenset[str]) -> frozenset[str]:
+    """What is allowed of all that a run is made of: the algorithm is its section of the configuration, so to allow keys
+    of the one is to allow the other, and the reverse. Raises `ResumeRefused`."""
     changes = [change for change in config_changes(before, after) if change.path != "run_dir"]
-    refused = [c for c in changes if not c.allowed and not c.is_in(allow)]
+    sections = {section_name(config.algorithm) for config in (before, after)}
+    keys = allow | (sections if "algorithm" in allow else set())
+    refused = [c for c in changes if not c.allowed and not c.is_in(keys)]
     if refused:
         lines = "\n".join(f"  - {c.path}: the checkpoint was made with {c.before!r}, now {c.after!r}" for c in refused)
         raise ResumeRefused(
@@ -319,6 +325,8 @@ def _check_changes(before: RunConfig, after: RunConfig, allow: frozenset[str]) -
         _log.info("changed: %s: %r -> %r", change.path, change.before, change.after)
         if change.path in _CHANGE_ROUNDING:
             _log.warning("with another %s sums are rounded otherwise: the run goes on, not bit for bit", change.path)
+    inside = any(change.is_in(sections) and not change.allowed for change in changes)
+    return allow | {"algorithm"} if inside else allow
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

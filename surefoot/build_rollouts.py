@@ -21,6 +21,7 @@ from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import lora, models
 from surefoot.engine.folder import GENERATION_FILE, weights_by_name
 from surefoot.engine.local import LocalEngine
+from surefoot.errors import ModelError
 from surefoot.generation.torch_sampler import TorchSampler
 from surefoot.generation.vllm import VLLMSampler, require_vllm
 from surefoot.rollout.config import RolloutAlgorithmConfig, RolloutRunConfig
@@ -72,7 +73,8 @@ def rollouts(
     if not isinstance(config, RolloutRunConfig):
         return None
     share = config.max_reward_failures
-    models = {reward.model: _reward_model(reward.model, config) for reward in config.rewards if reward.model}
+    named = {reward.model: f"rewards.{i}.model" for i, reward in enumerate(config.rewards) if reward.model}
+    models = {model: _reward_model(model, key, config) for model, key in named.items()}
     rewards = load_rewards(config.rewards, models=models, max_reward_failures=share) if config.rewards else None
     made = Rollouts(tokenizer, rewards, conversations, seed=config.seed, max_failures=share)
     opened.callback(made.close)
@@ -86,13 +88,17 @@ def check_columns(rollouts: Rollouts | None, datasets: Iterable[Dataset]) -> Non
             rollouts.check(dataset.prompts)
 
 
-def _reward_model(name: str, config: RolloutRunConfig) -> RewardModel:
-    """Run as the policy is, with a tokenizer of its own. Raises `ModelError` when the model has no score head."""
+def _reward_model(name: str, key: str, config: RolloutRunConfig) -> RewardModel:
+    """Run as the policy is, with a tokenizer of its own. `key`: where the configuration names it. Raises `ModelError`
+    when the model has no score head."""
     settings = {"model_name": name, "model_init": None, "tokenizer": TokenizerConfig(), "lora": None}
     section = config.policy.model_copy(update=settings)
-    models.check_folder(section, "scalar")
+    models.check_folder(section, "scalar", key)
     tokenizer = models.load_tokenizer(section)
-    loaded = models.load(section, tokenizer=tokenizer, seed=config.seed, kind="scalar")
+    try:
+        loaded = models.load(section, tokenizer=tokenizer, seed=None, kind="scalar")
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}. Expected a reward model, as algorithm: rm trains one") from error
     plane = MemoryPlane()
     engine = LocalEngine(loaded.model, loaded.files, section, plane, Arena(), seed=config.seed, trained=False)
     return RewardModel(engine, plane, Encoder(tokenizer, config.data, section.max_total_sequence_length))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,11 +47,16 @@ class Reader:
         """Its fingerprint."""
         return "the student's" if self.retokenize is None else self.retokenize.teacher.fingerprint
 
+    @property
+    def template(self) -> str:
+        """Its chat template's fingerprint, where it reads by its own."""
+        return "the student's" if self.retokenize is None else self.retokenize.template
+
 
 def reader(name: str, head: Head, student: TokenBytes, config: CrossTokenizerConfig, kit: Kit) -> Reader:
     """Raises `ModelError` when the teacher's tokenizer cannot be aligned with the student's."""
     tokenizer, divergence = kit.tokenizers[name], config.form()
-    size = num_ids(tokenizer)
+    size, prompts = num_ids(tokenizer), kit.train_data.prompts
     head = replace(head, k=config.top_k or size, inputs=f"{name}/input_ids", mask=f"{name}/mask")
     if has_same_tokenizer(kit.tokenizer, tokenizer):
         return Reader(head, SameVocabulary(divergence, whole=head.k == size))
@@ -60,7 +64,9 @@ def reader(name: str, head: Head, student: TokenBytes, config: CrossTokenizerCon
     longest = spec.max_length or kit.config.policy.max_total_sequence_length
     retokenize = Retokenizer(student, tokenizer, kit.config.data, longest)
     vocabulary = known_map(student, retokenize.teacher, Path(config.cache) if config.cache else None)
-    report(str(spec.model), vocabulary, retokenize, kit.train_data.prompts)
+    sources = config.names[name].sources
+    own = [prompt for prompt in prompts if not sources or prompt.source in sources]
+    report(str(spec.model), vocabulary, retokenize, own or prompts)
     device = resolve_device(kit.config.policy.device)
     if config.loss == "projection":
         rows, columns, weights = (p.to(device) for p in (vocabulary.rows, vocabulary.columns, vocabulary.weights))
@@ -81,16 +87,26 @@ def known_map(student: TokenBytes, teacher: TokenBytes, folder: Path | None) -> 
     return VocabularyMap(**found, sizes=(len(student), len(teacher)))
 
 
+def _refusal(retokenize: Retokenizer, prompt: Prompt) -> str:
+    """Why the teacher cannot read it; empty where it can. Raises `ModelError` as `report` does."""
+    try:
+        retokenize.prompt_ids(prompt)
+    except RowError as error:
+        return error.detail
+    return ""
+
+
 def report(model: str, vocabulary: VocabularyMap, retokenize: Retokenizer, prompts: Sequence[Prompt]) -> None:
     """Says how well the two tokenizers go together, on some texts of the data: answers where rows have them, else what
     is asked.
 
     Raises:
-        ModelError: no token of the student's is one of the teacher's, none of the texts can be aligned, or the prompts
-            are chats and the teacher has no chat template.
+        ModelError: no token of the student's is one of the teacher's, none of the texts can be aligned, the teacher can
+            read none of the prompts, or they are chats and it has no chat template.
     """
-    with suppress(RowError):  # of this one row
-        retokenize.prompt_ids(prompts[0])
+    refused = [_refusal(retokenize, prompt) for prompt in prompts[:_PROBED_TEXTS]]
+    if all(refused):
+        raise ModelError(f"{model} can read none of the first {len(refused)} prompts of the data: {refused[0]}")
     given = [prompt.columns.get("answer") or prompt.shown for prompt in prompts[:_PROBED_TEXTS]]
     texts = [text for text in given if isinstance(text, str) and text]
     sides = [tokens.spell_all(texts) for tokens in (retokenize.student, retokenize.teacher)]

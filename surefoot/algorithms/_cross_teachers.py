@@ -31,7 +31,7 @@ class CrossTeachers(Teachers):
 
     Attributes:
         ce_scale: of the cross-entropy, besides its weight.
-        tokenizers: a fingerprint of each.
+        tokenizers, templates: a fingerprint of each one's tokenizer, and of its chat template.
     """
 
     _config: CrossTokenizerConfig
@@ -52,6 +52,7 @@ class CrossTeachers(Teachers):
         names, config = self._config.names, self._config
         self._readers = {name: reader(name, self.head, student, config, kit) for name in names}
         self.tokenizers = {name: each.tokenizer for name, each in self._readers.items()}
+        self.templates = {name: each.template for name, each in self._readers.items()}
 
     def add(self, ref: BatchRef, kit: Kit) -> BatchRef:
         self.metrics = {}

@@ -206,7 +206,7 @@ class Teachers:
                     "the teacher %s finds completions of the data far less likely than the student does (perplexity "
                     "%.3g, the student's %.3g): its chat template may be another, or it was trained for something "
                     "else. It saw %r",
-                    *(self._config.names[name].model, math.exp(min(losses[0], 700)), math.exp(losses[1])),
+                    *(self._config.names[name].model, *(math.exp(min(loss, 700)) for loss in losses)),
                     self._read(name, ref.rows(worst, worst + 1), kit)[:500],
                 )
 

@@ -89,8 +89,8 @@ class CrossTokenizerConfig(RolloutDistillationConfig):
 
 
 class CrossTokenizer(RolloutDistillation):
-    """Teachers with tokenizers of their own. Its state: the scale of the cross-entropy, and which tokenizers the
-    teachers have."""
+    """Teachers with tokenizers of their own. Its state: the scale of the cross-entropy, and which tokenizers and
+    chat templates the teachers have."""
 
     Config = CrossTokenizerConfig
     config: CrossTokenizerConfig
@@ -107,14 +107,20 @@ class CrossTokenizer(RolloutDistillation):
             self._teachers.ce_scale = max(metrics["distillation"].value, 0.0) / metrics["nll"].value
 
     def snapshot(self) -> Writer:
-        state = {"ce_scale": self._teachers.ce_scale, "tokenizers": self._teachers.tokenizers}
+        read_by = {"tokenizers": self._teachers.tokenizers, "templates": self._teachers.templates}
+        state = {"ce_scale": self._teachers.ce_scale, **read_by}
         return lambda sink: sink.json("cross_tokenizer.json", state)
 
     def restore(self, reader: Reader) -> None:
-        """Raises `ResumeRefused` when a teacher has another tokenizer than it had."""
+        """Raises `ResumeRefused` when a teacher has another tokenizer or chat template than it had."""
         state = reader.json("cross_tokenizer.json")
-        for name, now in self._teachers.tokenizers.items():
-            if state["tokenizers"].get(name) != now:
+        live = {"tokenizer": self._teachers.tokenizers, "chat template": self._teachers.templates}
+        saved = {"tokenizer": state["tokenizers"], "chat template": state.get("templates", self._teachers.templates)}
+        for what, name in ((what, name) for what, names in live.items() for name in names):
+            if saved[what].get(name) != live[what][name]:
                 model = self.config.names[name].model
-                raise ResumeRefused(f"the tokenizer of the teacher {model} is not the one that this run began with")
+                raise ResumeRefused(
+                    f"the {what} of the teacher {model} is not the one that this run began with. Put the old one back, "
+                    "or start a new run"
+                )
         self._teachers.ce_scale = float(state["ce_scale"])

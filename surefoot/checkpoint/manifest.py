@@ -51,7 +51,7 @@ class FileEntry:
 class Manifest:
     """Attributes:
     run_id, lineage: which run and which attempt wrote it (the last entry), and what that attempt went on from.
-    fingerprints: of the model, tokenizer, chat template, dataset, algorithm and parallel layout.
+    fingerprints: of the model, tokenizer, chat template, dataset, algorithm and parallel layout, and of what judges.
     created: UTC, ISO 8601.
     checksum: of the manifest itself; empty until it is read back or written.
     """
@@ -195,13 +195,13 @@ def structure_problems(checkpoint: Path, manifest: Manifest) -> list[str]:
 def check_fingerprints(
     manifest: Manifest, expected: Mapping[str, Fingerprint], allow: frozenset[str] | set[str] = frozenset()
 ) -> None:
-    """Compare what wrote a checkpoint with what is to go on from it. The parallel layout may differ.
+    """Compare what wrote a checkpoint with what is to go on from it. The parallel layout may differ, and what judges.
 
     Raises:
         ResumeRefused: something differs that `allow` does not name; the message names both.
     """
     refused = {}
-    for name in sorted({*manifest.fingerprints, *expected} - {"layout"} - set(allow)):
+    for name in sorted({*manifest.fingerprints, *expected} - {"layout", "judges"} - set(allow)):
         before, now = manifest.fingerprints.get(name), expected.get(name)
         if before is None or now is None or before.hash != now.hash:
             was = before.description if before else "not recorded"

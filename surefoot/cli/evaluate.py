@@ -51,7 +51,7 @@ def evaluate(
     if out is not None:
         check_target(out, task, overwrite, ("jsonl", "parquet"))
     if greedy:
-        temperature, samples = 0.0, samples or 1
+        temperature, samples = _no_other(temperature), samples or 1
     n = samples or max(k, default=None)
     drawn = {} if n is None else {"num_generations_per_prompt": n, "pass_at_k": k or None}
     judging = given(pass_reward=pass_reward, pass_threshold=pass_threshold, num_prompts_per_batch=batch_size)
@@ -67,3 +67,14 @@ def evaluate(
         evaluation_run.write(out, found)
     summary = {"model": str(model), "task": task, **found.summary}
     typer.echo(json.dumps(summary, indent=2) if as_json else as_text(summary))
+
+
+def _no_other(temperature: float | None) -> float:
+    """What --greedy stands for. Raises `ConfigError` when another temperature is asked for as well."""
+    from surefoot.errors import ConfigError
+
+    if temperature:
+        raise ConfigError(
+            f"--greedy takes the likeliest token, --temperature {temperature:g} draws: expected one of them"
+        )
+    return 0.0

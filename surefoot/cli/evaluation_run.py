@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -34,6 +35,8 @@ from surefoot.rollout.reward_functions import BUILT_IN, gym_tasks
 from surefoot.types import Column
 
 _ROWS_MADE = 100
+_log = logging.getLogger(__name__)
+
 _FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 _SECTIONS = ("generation", "rewards", "environment", "evaluation", "max_reward_failures")
 _NEED_OPTIONS = ("reasoning_gym", "tools")  # environments that a bare name does not say enough of
@@ -126,7 +129,10 @@ def evaluate(
             config = config.model_copy(update={"policy": policy})
         build_rollouts.connect(rollouts, config, loaded, loaded.model, slots=slots)
         with preparing(console, f"answering {source.path}") as progress:
-            return Evaluation(config, dataset, judge(rollouts, dataset, config.evaluation, lambda: None, progress))
+            judged = judge(rollouts, dataset, config.evaluation, lambda: None, progress)
+    if judged and all(math.isnan(value) for each in judged for value in (each.reward, *each.rewards.values())):
+        _log.warning("all rewards abstained on all %d completions: nothing was judged, and none passes", len(judged))
+    return Evaluation(config, dataset, judged)
 
 
 def write(out: Path, found: Evaluation) -> None:

@@ -171,6 +171,12 @@ def prepare(
             if progress is not None:
                 progress(len(outcomes), total)
     dataset = _assemble(config, outcomes, max_length, group_size=2 if rows == "pairs" else 1)
+    if checker.missing:
+        ours, theirs = next(iter(checker.missing.items()))
+        raise DataError(
+            f"{config.path}: columns names {theirs!r} for {ours!r}, and none of {len(outcomes)} rows has such a key: "
+            "name another, or leave it out"
+        )
     if not checker.saw_chats and (data.system_prompt is not None or data.fold_system):
         _log.warning("%s: no row is a chat: data.system_prompt and data.fold_system have no effect", config.path)
     if checker.saw_tools and "tools" not in str(template):

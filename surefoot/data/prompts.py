@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 from surefoot.data.rows import Prompt, RowChecker, RowError, check_plain
+from surefoot.errors import ConfigError
 
 _TAKEN = ("prompts", "completions")  # what reward functions are given besides the row's columns
 _COLUMNS = ("answer", "source")  # of the row's columns those that may be mapped
@@ -20,7 +21,8 @@ class Opener(Protocol):
         ...
 
     def open(self, row: dict[str, Any]) -> tuple[Messages, list[dict[str, Any]] | None]:
-        """The chat to answer, and the tools. The row: its `prompt` and its columns."""
+        """The chat to answer, and the tools. The row: its `prompt` and its columns. Raises `ConfigError` when no other
+        row would fare better than this one."""
         ...
 
 
@@ -73,6 +75,8 @@ class PromptChecker(RowChecker):
     def _opened(self, opener: Opener, row: dict[str, Any]) -> tuple[Messages, list[dict[str, Any]] | None]:
         try:
             return opener.open(row)
+        except ConfigError:  # it opens no row
+            raise
         except Exception as error:  # an environment is the user's program: whatever it raises is its reason
             found = f"the environment cannot open this row: {type(error).__name__}: {error}"
             raise RowError("refused by the environment", found) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from surefoot.config import DataConfig
@@ -54,6 +55,7 @@ class Retokenizer:
         )
         self.student, self.teacher = student, TokenBytes(tokenizer, self._encoder.stop_ids())
         self._max_length = max_length
+        self.template = xxhash.xxh3_128_hexdigest(str(tokenizer.chat_template).encode())  # its fingerprint
 
     def __call__(self, chat: str, ids: Tensor, mask: Tensor) -> Retold:
         """A row made as the student's was: what the student has sampled stands as it is, and around its turns is what

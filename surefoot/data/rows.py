@@ -142,6 +142,7 @@ class RowChecker:
         self._as_chat = as_chat
         self._kind = self._kind_of(columns)
         self.saw_chats = self.saw_tools = False
+        self.missing = dict(columns)  # of these, those that no row so far has
 
     def check(self, where: str, value: Any) -> Checked:
         """`value`: one that `datasets.read` gave, which may be a `RowError`."""
@@ -159,6 +160,7 @@ class RowChecker:
         if not isinstance(value, dict):
             raise RowError("not an object", f"expected an object with {self.expected}, found {describe(value)}")
         fields = {ours: value[self._theirs(ours)] for ours in self.names if self._theirs(ours) in value}
+        self.missing = {ours: theirs for ours, theirs in self.missing.items() if ours not in fields}
         found = ", ".join(map(repr, value)) or "(none)"
         self._kind = self._kind or self._kind_of(fields)
         if self._kind is None:

@@ -20,7 +20,7 @@ from surefoot.report.text import number, sparkline
 
 _BARS = 28
 _COLOURS = ("green", "magenta")
-_PHASE_COLOURS = ("cyan", "yellow", "magenta", "blue", "green", "red", "bright_black")
+_PHASE_COLOURS = ("cyan", "yellow", "magenta", "blue", "green", "red", "bright_black", "bright_blue")
 _VALIDATION = {
     "loss": "validation",
     "reward": "held out",
@@ -40,6 +40,7 @@ class DemoView:
     def __init__(self, console: Console, runs: Sequence[WatchedRun]) -> None:
         self._console, self._runs = console, runs
         self._colours = dict(zip((run.name for run in runs), cycle(_COLOURS), strict=False))
+        self._width = max(len(run.name) for run in runs) + 2
         self._began_s = time.monotonic()
         self._printed = {run.name: ("starting", 0) for run in runs}
         terminal = console.is_interactive and console.file.isatty()
@@ -48,7 +49,7 @@ class DemoView:
     def event(self, run: WatchedRun, text: str, style: str = "") -> None:
         """One line that stays, with the seconds since the start."""
         seconds = f"{time.monotonic() - self._began_s:6.1f} s  "
-        line = Text.assemble((seconds, "dim"), (f"{run.name:<10}", self._colours[run.name]), (text, style))
+        line = Text.assemble((seconds, "dim"), (f"{run.name:<{self._width}}", self._colours[run.name]), (text, style))
         self._console.print(line, soft_wrap=True)
 
     def draw(self) -> None:
@@ -114,7 +115,7 @@ def _measured(run: WatchedRun) -> str:
 def _where_the_time_goes(run: WatchedRun) -> tuple[Text, Text]:
     """One bar of all phases, and a legend of those that show in it."""
     bar, legend = Text(overflow="crop"), Text()
-    for (name, share), colour in zip(run.shares().items(), _PHASE_COLOURS, strict=True):
+    for (name, share), colour in zip(run.shares().items(), _PHASE_COLOURS, strict=False):
         if cells := round(share * _BARS):
             bar.append("█" * cells, colour)
             legend.append(f"{name} {share:.0%}  ", colour)
@@ -122,10 +123,10 @@ def _where_the_time_goes(run: WatchedRun) -> tuple[Text, Text]:
 
 
 def _completions(run: WatchedRun) -> list[str]:
-    """The most frequent ones of one prompt, and what each of them is worth."""
+    """The most frequent ones of one prompt, and what each is worth; where they are compared, against the others."""
     return [
-        f"{row['prompt']}{row['completion']:<4}{row['count']:>2}×  reward {row['reward']:g}  "
-        f"advantage {row['advantage']:+.2f}"
+        f"{row['prompt']}{row['completion']:<4}{row['count']:>2}×  reward {row['reward']:g}"
+        + (f"  advantage {row['advantage']:+.2f}" if "advantage" in row else "")
         for row in run.completions()[:_MOST_COMPLETIONS]
     ]
 

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from surefoot.checkpoint.commit import step_of
 from surefoot.checkpoint.lineage import read_attempt
 from surefoot.errors import SurefootError
+from surefoot.report.completions import own_rows
 
 PHASES = ("rollout", "reward", "log-probs", "train", "sync", "save")
 _TERMINATE_S = 10.0
@@ -98,7 +99,8 @@ class WatchedRun:
     def shares(self) -> dict[str, float]:
         """Of the training steps' time, by phase, saves included; "other" is the rest."""
         timings = self.timings()
-        seconds = {name: sum(timing.get(f"{name}_s", 0.0) for timing in timings) for name in PHASES}
+        names = (*PHASES, *(("teacher",) if any("teacher_s" in timing for timing in timings) else ()))
+        seconds = {name: sum(timing.get(f"{name}_s", 0.0) for timing in timings) for name in names}
         whole = sum(timing["step_s"] for timing in timings) + seconds["save"]
         seconds["other"] = whole - sum(seconds.values())
         return {name: value / whole if whole else 0.0 for name, value in seconds.items()}
@@ -110,11 +112,11 @@ class WatchedRun:
         if file != self._sampled[0] and file.exists():
             import pyarrow.parquet as pq
 
-            groups: dict[str, list[dict[str, Any]]] = {}
-            for row in pq.read_table(file).to_pylist():
+            groups: dict[str, list[Mapping[str, Any]]] = {}
+            for row in own_rows(pq.read_table(file).to_pylist()):
                 groups.setdefault(row["group"], []).append(row)
             mixed = [rows for rows in groups.values() if len({row["reward"] for row in rows}) > 1]
-            chosen = (mixed or list(groups.values()))[0]
+            chosen = next(iter(mixed or groups.values()), [])
             counts = Counter(row["completion"] for row in chosen)
             once = {row["completion"]: {**row, "count": counts[row["completion"]]} for row in chosen}
             self._sampled = file, sorted(once.values(), key=lambda row: (-row["reward"], -row["count"]))

@@ -75,9 +75,9 @@ class LoadedModel:
 
 
 def load(
-    config: EngineConfig, *, tokenizer: Any, seed: int, kind: Kind = "causal_lm", restored: bool = False
+    config: EngineConfig, *, tokenizer: Any, seed: int | None, kind: Kind = "causal_lm", restored: bool = False
 ) -> LoadedModel:
-    """Load what the configuration names, or draw random weights from the seed.
+    """Load what the configuration names, or draw random weights from the seed; without one nothing may be random.
 
     Args:
         tokenizer: from `load_tokenizer`.
@@ -87,6 +87,7 @@ def load(
         ModelError: something cannot be found or loaded, or model, tokenizer and lengths do not fit.
     """
     if config.model_init is not None:
+        assert seed is not None
         model, source = _random(config.model_init, tokenizer, seed, kind), f"model_init ({config.model_init})"
         generation, base = None, None
     else:
@@ -109,7 +110,7 @@ def load(
     files = small_files(model, tokenizer, generation)
     if config.lora is None:
         return LoadedModel(model, tokenizer, files, source, files)
-    adapter = lora.attach(model, config.lora, seed=seed, score=kind == "scalar", base=base)
+    adapter = lora.attach(model, config.lora, seed=seed or 0, score=kind == "scalar", base=base)
     with _loading("the tokenizer of the adapter's folder"):
         own = adapter_files(files, lora.adapter_config(adapter), tokenizer)
     return LoadedModel(model, tokenizer, own, source, files, adapter)
@@ -442,9 +443,9 @@ def _trainable_config(folder: Path, kind: Kind) -> Any:
     return hf_config
 
 
-def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind, restored: bool) -> Any:
+def _pretrained(folder: Path, tokenizer: Any, seed: int | None, kind: Kind, restored: bool) -> Any:
     hf_config = _trainable_config(folder, kind)
-    with _loading(f"the model in {folder}"), _drawn_from(seed):
+    with _loading(f"the model in {folder}"), _drawn_from(seed or 0):
         if kind == "scalar":
             _as_scalar(hf_config, tokenizer)
         model, report = _auto(kind).from_pretrained(
@@ -456,7 +457,7 @@ def _pretrained(folder: Path, tokenizer: Any, seed: int, kind: Kind, restored: b
             output_loading_info=True,
         )
     missing = sorted(report["missing_keys"])
-    if kind == "scalar" and missing == ["score.weight"]:
+    if kind == "scalar" and missing == ["score.weight"] and seed is not None:
         if not restored:
             logger.info("%s has no score head: a new one is drawn from the run's seed", folder)
     elif missing:

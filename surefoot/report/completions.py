@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -51,8 +51,7 @@ class Completions:
             pq.write_table(parquet_table(columns), partial)
             partial.replace(path)
         self._unsynced.append(path)
-        own = [row for row in rows if row["reward"] is not None and row.get("answered_by", "policy") == "policy"]
-        judged = sorted(own, key=lambda row: (row["reward"], row.get("advantage") or 0), reverse=True)
+        judged = sorted(own_rows(rows), key=lambda row: (row["reward"], row.get("advantage") or 0), reverse=True)
         if judged:
             self.show(step, {"best": judged[0], "worst": judged[-1]} if len(judged) > 1 else {"best": judged[0]})
 
@@ -78,6 +77,11 @@ class Completions:
             sync_folder(aside)
             sync_folder(self._folder)
         _log.info("%s: what came after step %d is set aside in %s", self._folder, step, aside.name)
+
+
+def own_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that the policy itself sampled, with a reward."""
+    return [row for row in rows if row["reward"] is not None and row.get("answered_by", "policy") == "policy"]
 
 
 def rows_of(columns: Columns) -> list[dict[str, Any]]:

@@ -141,6 +141,10 @@ class RolloutRunConfig(RunConfig):
         for temperature in (self.generation.temperature, self.evaluation.temperature):
             if temperature is not None:
                 self.generation.check(temperature)
+        if self.environment is not None and any(reward.shown_as == "environment" for reward in self.rewards):
+            raise ValueError(
+                'rewards: "environment" is what the environment\'s own reward is called; expected another label'
+            )
         known = [reward.shown_as for reward in self.rewards] + ["environment"] * (self.environment is not None)
         if self.evaluation.pass_reward not in (None, *known):
             raise ValueError(

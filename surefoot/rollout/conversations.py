@@ -9,12 +9,14 @@ from typing import Any, Literal
 from surefoot.data.encode import Encoder
 from surefoot.data.prompts import Messages
 from surefoot.data.rows import Prompt
+from surefoot.errors import ConfigError
 from surefoot.rollout.environment_calls import EnvironmentWorkers
 from surefoot.rollout.environments import EnvironmentConfig, Message, Row, Step, load_environment
 from surefoot.rollout.workers import CallFailed
 from surefoot.seeds import derive_seed
 from surefoot.types import Completion
 
+_MAX_ENDED = 3  # so many rows that end the environment's process as they are opened are enough
 FinishReason = Literal["stop", "length", "turns"]
 Sample = Callable[[Sequence[int], int, int], Awaitable[tuple[Completion, str]]]
 
@@ -82,6 +84,7 @@ class Conversations:
 
     def __init__(self, config: EnvironmentConfig, encoder: Encoder, *, max_tokens: int, seed: int) -> None:
         self._environment, self._max_turns = load_environment(config)(), config.max_turns
+        self._name, self._ended = config.name, 0
         self.tools, self.reply_role = self._environment.tool_schemas, self._environment.reply_role
         self._workers = EnvironmentWorkers(config)
         self._encoder, self.max_tokens, self._seed = encoder, max_tokens, seed
@@ -90,7 +93,16 @@ class Conversations:
         return self._workers.rows(num_rows, derive_seed(self._seed, "environment", name))
 
     def open(self, row: dict[str, Any]) -> tuple[Messages, list[dict[str, Any]] | None]:
-        return self._workers.reset(row), self.tools
+        try:
+            return self._workers.reset(row), self.tools
+        except CallFailed as failure:
+            self._ended += failure.kind in ("timeout", "died")
+            if self._ended < _MAX_ENDED:
+                raise
+            raise ConfigError(
+                f"environment {self._name} could not open {self._ended} rows; the last time {failure}. Each costs as "
+                "much time again: mend its reset, or raise environment.timeout_s"
+            ) from None
 
     def close(self) -> None:
         """End the environments' processes. Safe to call twice."""

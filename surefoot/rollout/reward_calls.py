@@ -10,7 +10,7 @@ import importlib
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,6 +20,8 @@ from surefoot.rollout.reward_functions import BUILT_IN, check_options, whole_tex
 Row: TypeAlias = Mapping[str, Any]  # id, prompt, completion, completion_ids, columns
 Table: TypeAlias = dict[str, list[Any]]  # one entry per row in each list
 Values: TypeAlias = list[float | None]
+
+GREATEST = 3.4028235e38  # rewards are trained on in float32, in which all beyond is infinite
 
 
 class RewardError(SurefootError):
@@ -69,19 +71,22 @@ class Style:
         by_row: it scores one row a call.
         mark: the parameter by which such a function is known.
         part: where it may return a mapping, the reward's key.
+        reads: columns that its inputs are made of, besides those that its parameters name.
     """
 
     inputs: Callable[[Sequence[Row], Table], Table]
     by_row: bool = False
     mark: str = ""
     part: str = ""
+    reads: tuple[str, ...] = ()
 
 
+_VERL_COLUMNS = ("data_source", "ground_truth", "reward_model", "extra_info")
 _BUILT_IN = Style(_built_in, by_row=True)
 _TRL = Style(_trl)
 STYLES = {
-    "verl": Style(_verl, by_row=True, mark="solution_str", part="score"),
-    "verl_batch": Style(_verl_batch, mark="solution_strs", part="score"),
+    "verl": Style(_verl, by_row=True, mark="solution_str", part="score", reads=_VERL_COLUMNS),
+    "verl_batch": Style(_verl_batch, mark="solution_strs", part="score", reads=_VERL_COLUMNS),
     "openrlhf": Style(_openrlhf, mark="queries", part="rewards"),
     "trl": _TRL,
 }
@@ -115,9 +120,14 @@ class RewardFunction:
                 "expected a function of (prompts, completions, **columns), or one in a style that docs/rewards.md "
                 f"names, found the parameters ({', '.join(named)})"
             )
+        check_names("columns", [name for name in spec["columns"] if name not in style.reads], named)
+        check_names("arguments", spec["arguments"], named)
         for name in spec["arguments"]:
-            if name not in named and not _takes_all(named):
-                raise ConfigError(f"arguments: it has no parameter {name!r}, only {', '.join(named)}")
+            if name in style.inputs([], {}):
+                raise ConfigError(f"arguments: {name!r} is what each call is given of the rows; call yours otherwise")
+        for name, parameter in named.items():
+            if parameter.kind is parameter.POSITIONAL_ONLY and _has_no_default(parameter):
+                raise ConfigError(f"expected parameters that can be given by name, found {name} before a /")
         hooks = {name: _ignore for name in ("log_extra", "log_metric") if style is _TRL and name in named}
         return cls(label, function, style, spec["columns"], {**hooks, **spec["arguments"]})
 
@@ -136,7 +146,8 @@ class RewardFunction:
         """What it is called with. Raises `RewardError` when a column is missing."""
         named = _parameters(self.function)
         inputs = self.style.inputs(rows, self._columns(rows))
-        inputs = {name: values for name, values in inputs.items() if name in named or _takes_all(named)}
+        taken = [name for name in inputs if (name in named or _takes_all(named)) and name not in self.arguments]
+        inputs = {name: inputs[name] for name in taken}
         for name in self._needed:
             if name not in inputs:
                 raise RewardError(
@@ -144,6 +155,12 @@ class RewardFunction:
                     f"{', '.join(self._columns(rows)) or 'none'}. `columns: {{{name}: theirs}}` names another"
                 )
         return inputs
+
+    def needed_columns(self, rows: Sequence[Row]) -> list[str]:
+        """The columns of these rows that it cannot do without. Raises `RewardError` when one is missing."""
+        self.inputs(rows)
+        wanted = [self.columns.get(name, name) for name in dict.fromkeys([*self._needed, *self.style.reads])]
+        return [name for name in {*wanted, *self.columns.values()} if name in self._columns(rows)]
 
     @property
     def _needed(self) -> list[str]:
@@ -174,10 +191,10 @@ class RewardFunction:
             number = float(value) if isinstance(value, numbers.Real) else math.nan  # a bool counts as 0 or 1
         except OverflowError:
             number = math.inf
-        if not math.isfinite(number):
+        if not abs(number) <= GREATEST:
             raise RewardError(
                 f"reward {self.label} returned {_described(value)} for {named(row)}; expected a finite number, or "
-                "None to abstain"
+                f"None to abstain, and no number beyond {GREATEST:.1e}"
             )
         return number
 
@@ -187,7 +204,13 @@ class RewardFunction:
     def _columns(self, rows: Sequence[Row]) -> Table:
         names = dict.fromkeys(name for row in rows for name in row["columns"])
         found = {name: [row["columns"].get(name) for row in rows] for name in names}
-        return found | {ours: found[theirs] for ours, theirs in self.columns.items() if theirs in found}
+        for ours, theirs in self.columns.items():
+            if theirs not in found:
+                raise RewardError(
+                    f"reward {self.label}: columns names {theirs!r} for {ours!r}, and no row has such a column; they "
+                    f"have {', '.join(found) or 'none'}"
+                )
+        return found | {ours: found[theirs] for ours, theirs in self.columns.items()}
 
 
 async def _all(results: Sequence[Any]) -> list[Any]:
@@ -206,9 +229,10 @@ async def score_async(function: RewardFunction, rows: Sequence[Row]) -> Values:
 
 
 def calls(values: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """What a worker is to do with rows: score them, or, given a mapping with `rows`, only see whether it could."""
+    """What a worker is to do with rows: score them, or, given a mapping with `rows`, only see whether it could, and by
+    which columns."""
     function = load(values)
-    return lambda given: score(function, given) if isinstance(given, list) else bool(function.inputs(given["rows"]))
+    return lambda given: score(function, given) if isinstance(given, list) else function.needed_columns(given["rows"])
 
 
 def load(values: Mapping[str, Any]) -> RewardFunction:
@@ -217,6 +241,7 @@ def load(values: Mapping[str, Any]) -> RewardFunction:
     if name is None:
         return RewardFunction.of(label, imported(values["function"]), values)
     check_options(name, values["options"])
+    check_names("columns", values["columns"], _parameters(BUILT_IN[name]))
     return RewardFunction(label, BUILT_IN[name], _BUILT_IN, values["columns"], values["options"])
 
 
@@ -256,6 +281,17 @@ def _ignore(*args: Any, **named: Any) -> None:
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
+
+
+def check_names(key: str, names: Iterable[str], named: Mapping[str, inspect.Parameter]) -> None:
+    """Raises `ConfigError` when a function has no parameter of such a name."""
+    for name in names:
+        if name not in named and not _takes_all(named):
+            raise ConfigError(f"{key}: it has no parameter {name!r}, only {', '.join(named)}")
+
+
+def _has_no_default(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty
 
 
 def _takes_all(named: Mapping[str, inspect.Parameter]) -> bool:

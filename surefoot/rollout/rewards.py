@@ -119,7 +119,8 @@ class Rewards:
     def __init__(self, max_reward_failures: float, num_workers: int) -> None:
         self.functions: list[_Function] = []
         self._max_failures = max_reward_failures
-        self._checks: list[Callable[[Sequence[Row]], Any]] = []
+        self._checks: list[Callable[[Sequence[Row]], list[str]]] = []
+        self._needed: dict[str, None] = {}
         self._workers = Workers()
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="rewards")
 
@@ -129,13 +130,14 @@ class Rewards:
 
     def check(self, rows: Sequence[Scored]) -> None:
         """See, without calling any, whether the functions in workers find the columns that they need in such rows.
-        Raises `RewardError` when one does not."""
+        From here on a row may lack these columns, as others of the same call may: they are None. Raises `RewardError`
+        when a function does not find one."""
         for check in self._checks:
-            check([plain(row) for row in rows])
+            self._needed |= dict.fromkeys(check([plain(row) for row in rows]))
 
     async def score(self, rows: Sequence[Scored]) -> Scores:
         """Raises `RewardError` when a function returns what is no reward, or has failed on too many rows."""
-        given: list[Row] = [plain(row) for row in rows]
+        given: list[Row] = [{**row, "columns": {**self._needed, **row["columns"]}} for row in map(plain, rows)]
         found = await asyncio.gather(*(self._score(function, given) for function in self.functions))
         values = dict(zip(self.names, (values for values, _ in found), strict=True))
         failures = dict(zip(self.names, (failed for _, failed in found), strict=True))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from surefoot.data.rows import Prompt
 from surefoot.errors import RolloutError, StaleWeights
 from surefoot.rollout.conversations import Conversations, Said
+from surefoot.rollout.reward_calls import GREATEST, RewardError
 from surefoot.rollout.rewards import WINDOW, Rewards, Scored, Scores
 from surefoot.rollout.workers import CallFailed
 from surefoot.types import Completion, Generator, Poll, Sampling
@@ -129,15 +130,25 @@ class Rollouts:
             self._rewards.check([Scored("any", prompts[0].given, "", columns, ())])
 
     def score(self, rollouts: Sequence[Rollout], poll: Poll) -> Scores:
-        """Raises `RewardError` as `Rewards.score` does. An environment's own reward is called "environment"."""
+        """An environment's own reward is called "environment".
+
+        Raises:
+            RewardError: as `Rewards.score` does, or a row's whole reward is no float32.
+        """
         scores = Scores({}, [math.nan] * len(rollouts), {})
         if self._rewards is not None:
             scores = self._run(self._rewards.score([_scored(rollout) for rollout in rollouts]), poll)
-        if self._conversations is None:
-            return scores
-        own = [rollout.said.reward for rollout in rollouts]
-        total = [_sum(whole, part) for whole, part in zip(scores.total, own, strict=True)]
-        return Scores({**scores.values, "environment": own}, total, scores.failures)
+        if self._conversations is not None:
+            own = [rollout.said.reward for rollout in rollouts]
+            total = [_sum(whole, part) for whole, part in zip(scores.total, own, strict=True)]
+            scores = Scores({**scores.values, "environment": own}, total, scores.failures)
+        for rollout, whole in zip(rollouts, scores.total, strict=True):
+            if abs(whole) > GREATEST:
+                raise RewardError(
+                    f"the rewards of rollout {rollout.request.id}, each by its weight ({self.weights}), add up to "
+                    f"{whole:.3g}; expected at most {GREATEST:.1e}: lower the weights, or return smaller rewards"
+                )
+        return scores
 
     def close(self) -> None:
         """End the generators, all processes of rewards and environments, and the event loop. Safe to call twice."""

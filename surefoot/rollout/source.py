@@ -52,6 +52,11 @@ class Group:
         """With several rewards, all of them equal."""
         return sum(not math.isnan(reward) for reward in self.rewards) > 1 and not self.varies
 
+    @property
+    def is_unjudged(self) -> bool:
+        """All rewards abstained on all of it."""
+        return all(math.isnan(reward) for reward in self.rewards)
+
 
 class RolloutSource(CursorSource):
     """A `surefoot.types.Source` of rollouts made with the weights last published.
@@ -132,7 +137,7 @@ class RolloutSource(CursorSource):
             kept = kept[:needed]
             self._cursor.position = kept[-1].end
         self.metrics = self._measured(drawn, batches)
-        self._warn_of_flat_steps(clock.step + 1, all(group.is_flat for group in drawn))
+        self._warn_of_flat_steps(clock.step + 1, drawn)
         return kept
 
     @property
@@ -242,15 +247,21 @@ class RolloutSource(CursorSource):
             "zero_variance_groups": _mean(torch.tensor([float(group.is_flat) for group in groups])),
         }
 
-    def _warn_of_flat_steps(self, step: int, flat: bool) -> None:
-        self._flat_steps = self._flat_steps + 1 if flat else 0
-        if self._flat_steps == _FLAT_STEPS and self._config.compares_siblings:
-            _log.warning(
-                "step %d is number %d in a row in which the completions of each prompt had equal rewards: nothing is "
-                "learned from them. Take easier or harder prompts, a finer reward or more num_generations_per_prompt",
-                step,
-                _FLAT_STEPS,
-            )
+    def _warn_of_flat_steps(self, step: int, drawn: Sequence[Group]) -> None:
+        unjudged = self._config.needs_rewards and all(group.is_unjudged for group in drawn)
+        flat = self._config.compares_siblings and all(group.is_flat or group.is_unjudged for group in drawn)
+        self._flat_steps = self._flat_steps + 1 if flat or unjudged else 0
+        if self._flat_steps != _FLAT_STEPS:
+            return
+        found = "the completions of each prompt had equal rewards"
+        advice = "Take easier or harder prompts, a finer reward or more num_generations_per_prompt"
+        if unjudged:
+            found = "all rewards abstained on every completion"
+            advice = "Look at the completions, and at what the rewards ask of them and of the rows"
+        _log.warning(
+            "step %d is number %d in a row in which %s: nothing is learned from them. %s",
+            *(step, _FLAT_STEPS, found, advice),
+        )
 
 
 def rows_of(rollouts: Sequence[Rollout]) -> tuple[BatchRef, dict[str, Column]]:

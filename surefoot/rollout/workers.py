@@ -34,6 +34,7 @@ from surefoot.errors import ConfigError, SurefootError
 from surefoot.rollout.reward_calls import RewardError
 
 LOAD_TIMEOUT_S = 120.0  # for importing what a function needs
+_LONGEST_S = 1e8  # three years; a socket takes no limit of any length
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -148,6 +149,7 @@ class _Worker:
         raise CallFailed(answer["kind"], f"{answer['kind']}: {answer['message']}", answer["traceback"])
 
     def _exchange(self, line: bytes, timeout_s: float) -> bytes:
+        timeout_s = min(timeout_s, _LONGEST_S)
         deadline = time.monotonic() + timeout_s
         self._socket.settimeout(timeout_s)
         self._socket.sendall(line)

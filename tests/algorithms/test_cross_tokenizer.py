@@ -167,7 +167,10 @@ def test_rows_that_cannot_be_aligned_are_dropped_and_counted(tmp_path: Path, cap
 
 
 def test_a_step_without_a_row_that_a_teacher_can_read_trains_nothing(tmp_path: Path) -> None:
-    line = first_step(project(tmp_path, teachers=teacher(tmp_path, "other", max_total_sequence_length=3)))
+    file = project(tmp_path, teachers=teacher(tmp_path, "other", max_total_sequence_length=12))
+    with (tmp_path / "train.jsonl").open("a") as data:  # the last row it can read
+        data.write('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]}\n')
+    line = first_step(file, "data.shuffle=false")
     assert line["dropped_rows/teacher"] == line["skipped_rows"] == 4
     assert line["distillation"] == line["grad_norm"] == 0 and line["skipped_optimizer_steps"] == 1
 
@@ -241,6 +244,24 @@ def test_a_resume_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     assert '"Ġuser"' not in text
     tokenizer.write_text(text.replace('"use_regex": false', '"use_regex": true', 1))
     with pytest.raises(ResumeRefused, match=r"the tokenizer of the teacher .*other is not the one"):
+        runs.resumed(tmp_path / "run", "max_num_steps=4")
+
+
+def test_a_teacher_that_can_read_no_prompt_is_refused(tmp_path: Path) -> None:
+    file = project(tmp_path)
+    short = f"cross_tokenizer.teachers=[{{model: {tmp_path / 'other'}, max_total_sequence_length: 3}}]"
+    with pytest.raises(
+        ModelError, match=r"other can read none of the first 20 prompts of the data: the prompt has \d+"
+    ):
+        runs.started(file, short, *QUIET)
+
+
+def test_a_resume_with_another_chat_template_is_refused(tmp_path: Path) -> None:
+    file = project(tmp_path)
+    runs.trained(file, "max_num_steps=2", "val_period=0")
+    template = tmp_path / "other" / "chat_template.jinja"
+    template.write_text("Answer: " + template.read_text())
+    with pytest.raises(ResumeRefused, match=r"the chat template of the teacher .*other is not the one"):
         runs.resumed(tmp_path / "run", "max_num_steps=4")
 
 

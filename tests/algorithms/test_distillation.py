@@ -382,6 +382,13 @@ def test_a_teacher_that_reads_nonsense_is_warned_about(
     assert "<|assistant|>" in message
 
 
+def test_perplexities_beyond_all_numbers_are_warned_about(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At a temperature near 0 even the student finds the data impossible."""
+    runs.trained(file, "max_num_steps=1", *UNSAVED, "distillation.temperature=1e-5")
+    (message,) = warned(caplog)
+    assert "(perplexity 1.01e+304, the student's 1.01e+304)" in message
+
+
 @pytest.mark.parametrize("options", [(WHOLE,), ("distillation.top_k=2",), (WHOLE, "distillation.loss=reward")], ids=str)
 def test_a_teacher_whose_logits_are_nan_names_the_row(file: Path, options: tuple[str, ...]) -> None:
     run = runs.started(file, *options, *UNSAVED)

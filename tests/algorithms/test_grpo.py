@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from surefoot import loop
 from surefoot.algorithms.grpo import PRESETS
 from surefoot.config_file import algorithm_config, config_as_yaml, parse_config, read_yaml
 from surefoot.engine.frozen import BaseView
-from surefoot.errors import ConfigError, RolloutError, StaleWeights
+from surefoot.errors import ConfigError, ModelError, ResumeRefused, RolloutError, StaleWeights
 from surefoot.rollout.rewards import RewardError
 from surefoot.run import Run
 from tests.helpers import runs
@@ -362,6 +363,10 @@ def test_sampling_from_a_part_of_the_vocabulary_is_corrected(file: Path) -> None
             r"max_new_tokens \(32\) must be below policy.max_total_sequence_le",
         ),
         "no rewards": (("rewards=[]",), "rewards: expected at least one function, or an environment"),
+        "label": (
+            ("environment={name: arithmetic}", "rewards=[{name: exact_match, label: environment}]"),
+            '"environment" is what the environment',
+        ),
         "preset": (("grpo.preset=ppo",), "grpo.preset"),
         "ignored": (("grpo.loss_type=reinforce", "grpo.ratio_clip_max=0.3"), "loss_type reinforce ignores it"),
         "key": (("generation.max_tokens=3",), "did you mean generation.max_new_tokens"),
@@ -382,6 +387,45 @@ def test_sampling_from_a_part_of_the_vocabulary_is_corrected(file: Path) -> None
 def test_what_cannot_be_run_is_refused(file: Path, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         runs.config_of(file, *overrides)
+
+
+def test_a_resume_with_another_reward_says_so(
+    file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = file.parent / "rewards"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    module, score = (
+        folder / "reward_of_mine.py",
+        "def score(completions, **columns):\n    return [{}.0 for _ in completions]\n",
+    )
+    module.write_text(score.format(1))
+    runs.trained(file, "max_num_steps=2", "val_period=0", "rewards=[{function: reward_of_mine.score}]")
+    assert loop.train(runs.resumed(file.parent / "run", "max_num_steps=4")).steps == 2
+    assert "not what they were" not in caplog.text
+    module.write_text(score.format(2))
+    assert loop.train(runs.resumed(file.parent / "run", "max_num_steps=6")).steps == 2
+    assert (
+        f"when the checkpoint was written ({module}; now {module}): the run goes on with what is there" in caplog.text
+    )
+
+
+def test_a_reward_model_must_have_a_score_head(file: Path) -> None:
+    runs.write_model(file.parent / "plain", file, seed=1)
+    message = r"rewards\.0\.model: .*plain lack 1 tensors .* would be random: score\.weight\. Expected a reward model"
+    with pytest.raises(ModelError, match=message):
+        runs.started(file, f"rewards=[{{model: {file.parent / 'plain'}}}]")
+    with pytest.raises(ModelError, match=r"rewards\.1\.model: there is no folder .*nowhere"):
+        runs.started(file, f"rewards=[{{name: exact_match}}, {{model: {file.parent / 'nowhere'}}}]")
+
+
+@pytest.mark.parametrize("allowed", ["grpo.ratio_clip_max", "grpo", "algorithm"])
+def test_a_resume_with_another_setting_of_the_algorithm(file: Path, allowed: str) -> None:
+    runs.trained(file, "max_num_steps=2", "val_period=0")
+    changed = (file.parent / "run", "max_num_steps=4", "val_period=0", "grpo.ratio_clip_max=0.3")
+    with pytest.raises(ResumeRefused, match=r"grpo\.ratio_clip_max: the checkpoint was made with None, now 0\.3"):
+        runs.resumed(*changed)
+    assert loop.train(runs.resumed(*changed, allow=frozenset({allowed}))).steps == 2
 
 
 def test_sections_of_rollouts_are_for_algorithms_that_have_them(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def test_it_prints_a_line_for_each_number(trained: Path) -> None:
         (["nowhere.Mine"], ConfigError, "nowhere.Mine: there is no module 'nowhere' in this folder or on PYTHONPATH"),
         (["FILE", "--samples", 2, "--k", 3], ConfigError, "pass@3 is estimated from at least 3 completions"),
         (["FILE", "--greedy", "--samples", 2], ConfigError, "temperature 0 gives the same completion 2 times"),
+        (["FILE", "--greedy", "--temperature", 0.5], ConfigError, "--temperature 0.5 draws: expected one of them"),
         (["FILE", "--top-p", 1.5], ConfigError, "generation.top_p"),
         (["FILE", "--reward", "exact_mach"], ConfigError, "found 'exact_mach'; did you mean exact_match?"),
         (["FILE", "--reward", "{name: regex}"], ConfigError, "pattern: regex needs it"),
@@ -191,6 +192,13 @@ def test_rewards_and_columns_that_are_missing(supervised: Path, tmp_path: Path) 
     assert "reward exact_match needs 'answer', and no row has such a column; they have solution" in said
     asked = (supervised / STEP, file, "--reward", "exact_match", "--max-new-tokens", 4)
     assert measured(*asked, "--columns", "answer=solution")["prompts"] == 1
+
+
+def test_an_evaluation_in_which_nothing_was_judged_says_so(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
+    never = "{function: tests.rollout.reward_samples.scripted, columns: {value: nothing}}"
+    file = write(trained / "unjudged.jsonl", *({"prompt": "1+1=", "nothing": None} for _ in range(3)))
+    assert measured(trained / STEP, file, "--samples", 1, "--reward", never)["abstained"] == 3
+    assert "all rewards abstained on all 3 completions: nothing was judged, and none passes" in caplog.text
 
 
 def test_long_prompts_can_be_left_out(trained: Path, tmp_path: Path) -> None:

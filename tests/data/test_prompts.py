@@ -63,6 +63,14 @@ def test_other_columns_are_kept_and_names_are_mapped(tmp_path: Path) -> None:
     assert prompt.columns == {"level": {"of": ["x", None]}, "completion": "c", "answer": 4}
 
 
+def test_a_name_that_no_row_has_is_an_error(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(DataError, match=r"columns names 'solution' for 'answer', and none of 2 rows has such a key"):
+        load(tmp_path, [{"messages": chat}] * 2, columns={"answer": "solution"})
+    some = load(tmp_path, [{"prompt": "a"}, {"prompt": "b", "solution": "c"}], columns={"answer": "solution"})
+    assert [prompt.columns for prompt in some.prompts] == [{}, {"answer": "c"}]
+
+
 def test_a_plain_text_stands_as_it_is(tmp_path: Path) -> None:
     for tokenizer in (tiny.byte_level(adds_bos=True), tiny.byte_level()):
         dataset = load(tmp_path, [{"prompt": "2 + 3 = "}], tokenizer, prompt_format="plain")

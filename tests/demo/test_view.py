@@ -89,6 +89,18 @@ def test_a_run_that_samples_shows_rewards_and_what_some_completions_are_worth(ru
             assert text in shown
 
 
+def test_completions_that_are_judged_by_a_teacher_alone_are_shown_too(run: WatchedRun) -> None:
+    """Without an advantage, and without what the data set has answered."""
+    columns = {"group": ["a", "b"], "prompt": ["1+1=", "2+2="], "completion": ["2", "5"]}
+    rewards = {"reward": torch.tensor([float("nan"), 0.0]), "answered_by": ["dataset", "policy"]}
+    Completions(run.run_dir / "completions").write(run.step, {**columns, **rewards})
+    console = Console(file=io.StringIO(), width=100)
+    DemoView(console, [run]).draw()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2+2=5    1×  reward 0\n" in shown
+    assert "1+1=" not in shown
+
+
 def test_the_closing_facts_of_a_run(run: WatchedRun) -> None:
     sampled(run)
     run.lines[1]["timing"] = {**run.lines[0]["timing"], "save_s": 0.01, "save_background_s": 0.2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from surefoot.rollout.environments import Environment, Message, Step
 
@@ -75,6 +75,50 @@ class Told(Environment):
         if message["content"] == "nan":
             return Step(reward=float("nan"))
         return Step(({"role": "user", "content": f"{os.getpid()} {' '.join(self._said)}"},), reward=0.5)
+
+
+class HangsAtOnce(Environment):
+    def reset(self, row: Any) -> list[Message]:
+        time.sleep(600)
+        return self.opening(row)
+
+    def step(self, message: Message) -> Step:
+        return Step(done=True)
+
+
+class Odd(Environment):
+    """Gives what no environment should: by the name of the option, as the rows, the opening or the step."""
+
+    GIVEN: ClassVar[dict[str, Any]] = {
+        "nothing": None,
+        "a text": "go on",
+        "one message": {"role": "user", "content": "go on"},
+        "no messages": [],
+        "no role": [{"content": "go on"}],
+        "a number": [{"role": "user", "content": 5}],
+        "half a character": [{"role": "user", "content": "\ud83d"}],
+        "a set": [{1, 2}],
+        "a tuple": ((), 1.0, True),
+    }
+
+    def __init__(self, *, rows: str = "", reset: str = "", step: str = "", observation: str = "", reward: Any = None):
+        self._rows, self._reset, self._step, self._reward = rows, reset, step, reward
+        self._observation = observation
+        if rows == "no environment":
+            raise LookupError("no server")
+
+    def rows(self, num_rows: int, seed: int) -> Any:
+        if self._rows == "raise":
+            raise LookupError("no rows today")
+        return self.GIVEN[self._rows]
+
+    def reset(self, row: Any) -> Any:
+        return self.GIVEN[self._reset] if self._reset else self.opening(row)
+
+    def step(self, message: Message) -> Any:
+        if self._step:
+            return self.GIVEN[self._step]
+        return Step(self.GIVEN[self._observation] if self._observation else (), self._reward)
 
 
 def wait(seconds: float, folder: str) -> str:

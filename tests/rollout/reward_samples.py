@@ -232,6 +232,10 @@ def of_nothing(a: int, b: int) -> list[float]:
     return []
 
 
+def by_place(prompts: list[Any], completions: list[Any], /) -> list[float]:
+    return [1.0] * len(completions)
+
+
 def heavy_modules(completions: list[Any]) -> list[float]:
     return [float("torch" in sys.modules)] * len(completions)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from surefoot.errors import ConfigError
 from surefoot.rollout.environment_calls import EnvironmentWorkers
 from surefoot.rollout.environments import EnvironmentConfig, Message, Step
 from surefoot.rollout.workers import CallFailed
@@ -73,6 +74,46 @@ def test_a_call_that_fails_costs_the_others_nothing(text: str, kind: str) -> Non
 def test_a_row_that_cannot_be_opened_in_time() -> None:
     with workers(timeout_s=0.5) as made, pytest.raises(CallFailed, match=r"longer than 0.5 s and was ended"):
         made.reset({**ROW, "hangs": True})
+
+
+_EXPECTED = "expected a list of messages, each a dict with role and content"
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "message"),
+    [
+        ("step", "a tuple", r"step gave tuple \(\(\), 1.0, True\); expected a surefoot.rollout.environments.Step"),
+        ("step", "nothing", "step gave null; expected a surefoot.rollout.environments.Step"),
+        ("observation", "a text", f"step's observation gave string 'go on'; {_EXPECTED}"),
+        ("observation", "one message", f"step's observation gave object .*; {_EXPECTED}"),
+        ("observation", "no role", f"step's observation gave list .*; {_EXPECTED}"),
+        ("observation", "a number", "step's observation gave the content number 5; expected text"),
+        ("observation", "half a character", "expected Unicode, found the lone surrogate U"),
+        ("reward", "1", "its reward is string '1'; expected a finite number, or None"),
+        ("reward", 1e39, "its reward is number 1e"),
+        ("reset", "nothing", "reset gave null; expected a list of at least one message"),
+        ("reset", "no messages", r"reset gave list \[\]; expected a list of at least one message"),
+        ("reset", "a text", "reset gave string 'go on'; expected a list of at least one message"),
+    ],
+)
+def test_what_no_environment_gives_is_named(option: str, given: Any, message: str) -> None:
+    with workers(name=f"{SAMPLES}.Odd", options={option: given}) as made, pytest.raises(CallFailed, match=message):
+        if option == "reset":
+            made.reset(ROW)
+        told(made, "r0", "a")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("raise", "cannot make its 3 rows: LookupError: no rows today"),
+        ("nothing", "cannot make its 3 rows: TypeError: rows gave null; expected a list of rows"),
+        ("a set", "cannot make its 3 rows: TypeError: Object of type set"),
+    ],
+)
+def test_rows_that_cannot_be_made(given: str, message: str) -> None:
+    with workers(name=f"{SAMPLES}.Odd", options={"rows": given}) as made, pytest.raises(ConfigError, match=message):
+        made.rows(3, 0)
 
 
 def test_a_step_is_the_same_number_for_number() -> None:

@@ -4,6 +4,7 @@ itself, and fails until `OPTIONS` and `ANSWERS` say how to play it."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -209,6 +210,10 @@ def failing(what: str) -> str:
     Args:
         what: How.
     """
+    if what == "exit":
+        sys.exit(3)
+    if what == "half":
+        return "\ud83d"
     raise LookupError(what)
 
 
@@ -225,6 +230,8 @@ def failing(what: str) -> str:
         ('{"arguments": {}}', 'error: expected a call such as {"name": "…", "arguments": {…}}: name: Field required'),
         ("[" * 100_000, "error: expected a call such as"),
         ('{"name": "failing", "arguments": {"what": "no"}}', "error: LookupError: no"),
+        ('{"name": "failing", "arguments": {"what": "exit"}}', "error: SystemExit: 3"),
+        ('{"name": "failing", "arguments": {"what": "half"}}', "error: UnicodeEncodeError: 'utf-8' codec can't encode"),
     ],
 )
 def test_whatever_is_wrong_with_a_call_is_told_to_the_model(text: str, result: str) -> None:
@@ -257,6 +264,15 @@ class Mine(Environment):
         return Step(done=True)
 
 
+async def later(a: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+    """
+    return a
+
+
 def undocumented(a: int) -> int:
     return a
 
@@ -279,7 +295,29 @@ def test_an_environment_of_ones_own() -> None:
         (f"{__name__}.Mine", {}, "missing 1 required keyword-only argument: 'greeting'"),
         ("arithmetic", {"operators": "^"}, "environment arithmetic: expected operators out of"),
         ("arithmetic", {"operators": 3}, "environment arithmetic: "),
+        ("guessing", {"highest": "a"}, r"environment guessing: with the options {'highest': 'a'} it raises TypeError"),
+        (
+            "tests.rollout.environment_samples.Odd",
+            {"rows": "no environment"},
+            "it raises LookupError: no server",
+        ),
         ("tools", {"tools": [f"{__name__}.undocumented"]}, "environment tools: Tools: a tool cannot be described"),
+        ("tools", {"tools": []}, "tools: expected a list of at least one function or dotted path, found \\[\\]"),
+        (
+            "tools",
+            {"tools": f"{__name__}.add"},
+            "expected a list of at least one function or dotted path, found 'tests",
+        ),
+        ("tools", {"tools": ["add"]}, "tools: expected functions or their dotted paths, found 'add'"),
+        ("tools", {"tools": [f"{__name__}.later"]}, "tools: later is async; expected a function that gives its result"),
+        ("tools", {"tools": [f"{__name__}.add"] * 2}, "two have the same one: add, add"),
+        ("tools", {"tools": [f"{__name__}.add"], "call_start": ""}, "call_start: expected a text of at least one char"),
+        ("calculator", {"call_end": 3}, "call_end: expected a text of at least one character, found 3"),
+        (
+            "tools",
+            {"tools": [f"{__name__}.add"], "max_result_characters": -1},
+            "max_result_characters: expected a number above 0, found -1",
+        ),
         ("tools", {"tools": ["nowhere.tool"]}, "environment tools: nowhere.tool: there is no module"),
     ],
 )

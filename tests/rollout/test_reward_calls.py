@@ -37,7 +37,14 @@ def mine(name: str, scored: Sequence[Scored], **section: Any) -> list[float | No
 
 @pytest.mark.parametrize(
     ("value", "found"),
-    [("=nan", "float nan"), ("=inf", "float inf"), ("=huge", "int 1000"), ("yes", "str 'yes'"), ([1.0], "list [1.0]")],
+    [
+        ("=nan", "float nan"),
+        ("=inf", "float inf"),
+        ("=huge", "int 1000"),
+        (1e39, "float 1e+39"),
+        ("yes", "str 'yes'"),
+        ([1.0], "list [1.0]"),
+    ],
 )
 def test_a_value_that_is_no_number_is_an_error(value: Any, found: str) -> None:
     with pytest.raises(RewardError, match="reward scripted returned") as caught:

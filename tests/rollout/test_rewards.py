@@ -134,6 +134,16 @@ def test_a_section_that_cannot_be(section: dict[str, Any], message: str) -> None
             {"function": f"{SAMPLES}.lengths", "arguments": {"a": 1}},
             "it has no parameter 'a', only prompts",
         ),
+        (
+            {"function": f"{SAMPLES}.lengths", "arguments": {"completions": 1}},
+            "arguments: 'completions' is what each call is given of the rows; call yours otherwise",
+        ),
+        (
+            {"function": f"{SAMPLES}.lengths", "columns": {"a": "b"}},
+            "columns: it has no parameter 'a', only prompts",
+        ),
+        ({"name": "exact_match", "columns": {"solution": "answer"}}, "columns: it has no parameter 'solution', only"),
+        ({"function": f"{SAMPLES}.by_place"}, "can be given by name, found prompts before a /"),
         ({"name": "regex", "pattern": "("}, r"reward regex: pattern '\(' is not a regular expression"),
         ({"name": "regex", "pattern": "a", "weight": 0}, "at least one with a weight other than 0"),
     ],
@@ -166,6 +176,37 @@ def test_columns_are_looked_for_without_a_call() -> None:
             loaded.check(rows("a", other=["a"]))
     with load_rewards([RewardConfig(function=f"{SAMPLES}.misbehave", columns={"folder": "place"})]) as loaded:
         loaded.check(rows("raise", place=["."]))  # it would raise if it were called
+
+
+def test_a_column_that_is_named_and_not_there() -> None:
+    message = (
+        r"reward exact_match: columns names 'solution' for 'answer', and no row has such a column; they have answer"
+    )
+    with load_rewards([RewardConfig(name="exact_match", columns={"answer": "solution"})]) as loaded:
+        with pytest.raises(RewardError, match=message):
+            loaded.check(rows("a", answer=["a"]))
+        with pytest.raises(RewardError, match=message):
+            asyncio.run(loaded.score(rows("a", answer=["a"])))
+
+
+def test_rows_of_a_call_may_all_lack_a_column_that_others_have() -> None:
+    """Whether a row is scored does not depend on which rows are scored with it."""
+    functions = [
+        RewardConfig(name="exact_match", columns={"answer": "solution"}),
+        RewardConfig(name="final_number", columns={"answer": "solution"}),
+        RewardConfig(function=f"{SAMPLES}.trl_accuracy"),
+    ]
+    with load_rewards(functions) as loaded:
+        loaded.check(rows("4", solution=["4"]))
+        without = asyncio.run(loaded.score(rows("4", other=["5"]))).values
+        mixed = asyncio.run(loaded.score([*rows("4", other=["5"]), *rows("4", solution=["4"])])).values
+    assert without["exact_match"] == [None] == without["final_number"]
+    assert {name: values[:1] for name, values in mixed.items()} == without
+
+
+def test_an_argument_comes_before_a_column_of_its_name() -> None:
+    constant = RewardConfig(function=f"{SAMPLES}.constant", arguments={"level": 2})
+    assert score([constant], rows("a", level=[5])).total == [2.0]
 
 
 def test_rows_that_are_no_json(caplog: pytest.LogCaptureFixture) -> None:

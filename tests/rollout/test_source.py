@@ -22,7 +22,7 @@ from surefoot.data.encode import Encoder
 from surefoot.data.prepare import prepare
 from surefoot.data.rows import Prompt
 from surefoot.data_plane.memory import MemoryPlane
-from surefoot.errors import RolloutError, StaleWeights, StopRequested
+from surefoot.errors import ConfigError, RolloutError, StaleWeights, StopRequested
 from surefoot.rollout.config import EvaluationConfig
 from surefoot.rollout.conversations import Conversations, Said
 from surefoot.rollout.evaluation import evaluate, majority_passes, pass_at_k, voted_answer
@@ -326,6 +326,17 @@ def test_equal_rewards_for_ever_are_warned_about(make: Make, caplog: pytest.LogC
     assert source.metrics["zero_variance_groups"].value == 1.0
 
 
+def test_rewards_that_abstain_for_ever_are_warned_about(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def none(completions: list[Any], **_: Any) -> list[None]:
+        return [None] * len(completions)
+
+    source, _ = make(Scripted(sometimes), rewards=[here(none)])
+    for _ in range(4):
+        source.retire(took(source), done(0))
+    (warning,) = [record.message for record in caplog.records if "nothing is learned" in record.message]
+    assert warning.startswith("step 1 is number 3 in a row in which all rewards abstained on every completion: nothing")
+
+
 def test_rewards_that_abstain(make: Make) -> None:
     def some(completions: list[Any], **_: Any) -> list[float | None]:
         return [1.0 if text == "a" else None for text in completions]
@@ -388,6 +399,15 @@ def test_a_reward_of_the_wrong_form_ends_the_run(make: Make) -> None:
     assert saved(source).json("cursor.json")["offset"] == 0
 
 
+def test_rewards_whose_sum_is_no_float32_end_the_run(make: Make) -> None:
+    great = here(lambda completions, **_: [1e38 for _ in completions], "great")
+    source, _ = make(Scripted(sometimes), rewards=[(great, 10.0)])
+    with pytest.raises(
+        RewardError, match=r"rollout e0_d0_g0, each by its weight \({'great': 10.0}\), add up to 1e\+39"
+    ):
+        took(source)
+
+
 # --------------------------------------------------------------------------------------------------------- environments
 
 
@@ -414,6 +434,14 @@ def test_an_environment_that_fails_always_ends_the_run(make: Make) -> None:
         RolloutError, match=r"4 of 4 rollouts failed in their environment.*first was e0_d0_g0: KeyError"
     ):
         took(source)
+
+
+def test_rows_that_hang_as_they_are_opened_end_the_start(make: Make) -> None:
+    hangs = {"name": "tests.rollout.environment_samples.HangsAtOnce", "timeout_s": 0.5}
+    with pytest.raises(
+        ConfigError, match=r"HangsAtOnce could not open 3 rows; the last time it took longer than 0.5 s"
+    ):
+        make(Scripted(sometimes), environment=hangs)
 
 
 def test_too_many_failures_end_the_run(make: Make) -> None:

@@ -169,6 +169,11 @@ def descendants(pid: int) -> list[int]:
     return children + [found for child in children for found in descendants(child)]
 
 
+def test_a_limit_of_any_length() -> None:
+    with load_rewards([RewardConfig(name="exact_match", timeout_s=1e300)]) as rewards:
+        assert asyncio.run(rewards.score([Scored("r", "p", "4", {"answer": "4"})])).total == [1.0]
+
+
 def test_texts_of_megabytes() -> None:
     with load_rewards([samples.lengths], num_workers=1) as rewards:
         scored = [Scored(f"r{i}", "p", "é\n" * 1_000_000) for i in range(2)]

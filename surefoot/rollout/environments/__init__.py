@@ -123,8 +123,11 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
     make = environment_maker(config)
     try:
         _ = make().tool_schemas
-    except (TypeError, ValueError, ConfigError) as error:
+    except (ValueError, ConfigError) as error:
         raise ConfigError(f"environment {config.name}: {error}") from None
+    except Exception as error:  # the class is the user's program: whatever it raises is its reason
+        given = f"with the options {config.options}" if config.options else "without options"
+        raise ConfigError(f"environment {config.name}: {given} it raises {type(error).__name__}: {error}") from error
     return make
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,14 +45,16 @@ def run_tool(tools: Sequence[Callable[..., Any]], call: ToolCall) -> str:
         return f"error: there is no tool {call.name!r}, only {', '.join(known)}"
     try:
         result = _checked(known[call.name])(**call.arguments)
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    except Exception as error:  # the tool's own, or arguments that are not the tool's
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        text.encode()  # half a character could not be told to the model
+        return text
+    except (Exception, SystemExit) as error:  # the tool's own, or arguments that are not the tool's
         return f"error: {_first(error)}"
 
 
-def _first(error: Exception) -> str:
+def _first(error: BaseException) -> str:
     if not isinstance(error, pydantic.ValidationError):
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
     found = error.errors()[0]
     return ": ".join([*(".".join(map(str, found["loc"])),) * bool(found["loc"]), found["msg"]])
 
@@ -60,6 +63,16 @@ def _first(error: Exception) -> str:
 def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:
     """The tool with its arguments checked against its annotations, and read as such where they are texts."""
     return pydantic.validate_call(tool)
+
+
+def _tool(given: Callable[..., Any] | str) -> Callable[..., Any]:
+    """Raises `ValueError` when it is no function that gives its result at once."""
+    tool = imported(given) if isinstance(given, str) and "." in given else given
+    if not callable(tool) or not hasattr(tool, "__name__"):
+        raise ValueError(f"tools: expected functions or their dotted paths, found {given!r}")
+    if inspect.iscoroutinefunction(tool):
+        raise ValueError(f"tools: {tool.__name__} is async; expected a function that gives its result at once")
+    return tool
 
 
 class Tools(Environment):
@@ -83,7 +96,17 @@ class Tools(Environment):
         call_end: str = "</tool_call>",
         max_result_characters: int = 2000,
     ) -> None:
-        self.tools = [imported(tool) if isinstance(tool, str) else tool for tool in tools]
+        if isinstance(tools, str) or not tools:
+            raise ValueError(f"tools: expected a list of at least one function or dotted path, found {tools!r}")
+        for name, mark in (("call_start", call_start), ("call_end", call_end)):
+            if not isinstance(mark, str) or not mark:
+                raise ValueError(f"{name}: expected a text of at least one character, found {mark!r}")
+        if not isinstance(max_result_characters, int) or max_result_characters < 1:
+            raise ValueError(f"max_result_characters: expected a number above 0, found {max_result_characters!r}")
+        self.tools = [_tool(tool) for tool in tools]
+        names = [tool.__name__ for tool in self.tools]
+        if len({*names}) < len(names):
+            raise ValueError(f"tools: the model calls them by name, and two have the same one: {', '.join(names)}")
         self._marks, self._max_characters = (call_start, call_end), max_result_characters
 
     def reset(self, row: Row) -> list[Message]:
