@@ -37,7 +37,7 @@ from surefoot.config_file import (
 from surefoot.data.prepare import Dataset, prepare
 from surefoot.data_plane.memory import MemoryPlane
 from surefoot.engine import models
-from surefoot.errors import CheckpointError, ResumeRefused
+from surefoot.errors import CheckpointError, ConfigError, ResumeRefused
 from surefoot.fingerprints import fingerprints, judges, warn_of_other_judges
 from surefoot.report import RunReport, configure_logging
 from surefoot.report.completions import Completions
@@ -88,6 +88,12 @@ def resume(
     """
     console = _ready(console)
     file = folders.require_run(run_dir)
+    named = next((text for text in overrides if text.startswith("run_dir=")), None)
+    if named is not None:
+        raise ConfigError(
+            f"{named}: a run is resumed in its own folder, {run_dir}. To go on elsewhere, copy that folder and resume "
+            "the copy; to begin anew there, train with its config.yaml"
+        )
     config = _with_absolute_paths(
         load_config(file, [*overrides, f"run_dir={json.dumps(str(run_dir.absolute()), ensure_ascii=False)}"])
     )

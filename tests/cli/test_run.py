@@ -90,3 +90,11 @@ def test_what_is_named_to_go_on_is_above_where_the_run_is(memory_path: Path) -> 
     ended = CliRunner().invoke(app, ["resume", str(memory_path / "run"), "max_num_steps=2", "max_num_epochs=1"])
     assert ended.exit_code == 0
     assert "max_num_steps=24 max_num_epochs=6" in ended.output
+
+
+def test_a_run_is_resumed_in_its_own_folder(memory_path: Path) -> None:
+    runs.trained(runs.write_project(memory_path), "max_num_steps=1")
+    refused = CliRunner().invoke(app, ["resume", str(memory_path / "run"), f"run_dir={memory_path / 'other'}"])
+    assert refused.exit_code != 0
+    assert f"run_dir={memory_path / 'other'}: a run is resumed in its own folder" in str(refused.exception)
+    assert not (memory_path / "other").exists()
