@@ -15,9 +15,8 @@ from surefoot.data.prepare import Dataset
 from surefoot.losses.supervised import NLL
 from surefoot.rollout.config import RolloutAlgorithmConfig, RolloutRunConfig
 from surefoot.rollout.evaluation import evaluate, over_sets
-from surefoot.rollout.mixture import MixedSource, answered, has_answer, require_answers
+from surefoot.rollout.mixture import MixedSource, has_answer, require_answers, rows_with_chats
 from surefoot.rollout.rollouts import Request, Rollout
-from surefoot.rollout.source import rows_of
 from surefoot.types import Algorithm, BatchRef, Clock, Head, Kit, Metrics, Objective, Poll, Source, merge_metrics
 
 _SENSE_ROWS = 8
@@ -91,7 +90,9 @@ class RolloutDistillation(Algorithm):
         if not config.policy_samples:
             for data in kit.validation_data.values():
                 require_answers(data.prompts)
-        return MixedSource(kit, config, policy_fraction=config.student_fraction, others=config.other_models)
+        source = MixedSource(kit, config, policy_fraction=config.student_fraction, others=config.other_models)
+        self._answers = source.answers
+        return source
 
     def enrich(self, ref: BatchRef, kit: Kit) -> BatchRef:
         if not self._sense_is_checked:
@@ -104,7 +105,7 @@ class RolloutDistillation(Algorithm):
     def _check_sense(self, kit: Kit) -> None:
         """On the data set's own answers, where it has some."""
         prompts = [(i, prompt) for i, prompt in enumerate(kit.train_data.prompts) if has_answer(prompt)][:_SENSE_ROWS]
-        found = answered([Request(f"answer_d{i}", 0, prompt, ()) for i, prompt in prompts], kit)
+        found = self._answers([Request(f"answer_d{i}", 0, prompt, ()) for i, prompt in prompts])
         if found:
             self._on(found, kit, lambda ref: self._teachers.warn_of_nonsense(ref, kit))
 
@@ -125,14 +126,14 @@ class RolloutDistillation(Algorithm):
             if not (asked and self.config.dataset_answers):
                 return own
             nll = Objective("policy", Head(), NLL())
-            told = self._on(answered(asked, kit), kit, lambda ref: kit.engines["policy"].evaluate(ref, nll))
+            told = self._on(self._answers(asked), kit, lambda ref: kit.engines["policy"].evaluate(ref, nll))
             return {**own, "answer_nll": told["loss"]}
 
         def on_answers(data: Dataset) -> Metrics:
             asked = [Request(f"v{data.fingerprint}_d{i}", 0, prompt, ()) for i, prompt in enumerate(data.prompts)]
             rows = run.num_prompts_per_batch
             batches = [asked[at : at + rows] for at in range(0, len(asked), rows)]
-            return merge_metrics(measure(answered(batch, kit)) for batch in batches)
+            return merge_metrics(measure(self._answers(batch)) for batch in batches)
 
         run = kit.config.evaluation
         if self.config.policy_samples or kit.rollouts.weights:
@@ -147,7 +148,7 @@ class RolloutDistillation(Algorithm):
 
     def _on(self, rollouts: Sequence[Rollout], kit: Kit, do: Callable[[BatchRef], T]) -> T:
         """Do it with rows that are not the step's, and drop them."""
-        ref, columns = rows_of(rollouts)
+        ref, columns = rows_with_chats(rollouts)
         ref = kit.plane.put(ref, columns)
         try:
             return do(ref)

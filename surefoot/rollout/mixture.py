@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from surefoot.data.encode import Encoder
-from surefoot.data.rows import BadRow, Prompt, Row
+from surefoot.data.rows import BadRow, Prompt, Row, chat_text
 from surefoot.errors import DataError
 from surefoot.rollout.config import RolloutAlgorithmConfig
 from surefoot.rollout.conversations import Said
 from surefoot.rollout.rollouts import Request, Rollout
-from surefoot.rollout.source import Group, RolloutSource
+from surefoot.rollout.source import Group, RolloutSource, rows_of
 from surefoot.seeds import derive_seed
-from surefoot.types import BatchRef, Kit, Metric, Poll
+from surefoot.types import BatchRef, Column, Kit, Metric, Poll
 
 
 class MixedSource(RolloutSource):
@@ -25,6 +25,9 @@ class MixedSource(RolloutSource):
         others: models that were lent to the rollouts, with the weights that each prompt's is drawn by; none: the
             data set's column `answer`.
 
+    Attributes:
+        answers: the data set's, to any prompts.
+
     Raises:
         DataError: a prompt has no answer.
     """
@@ -34,6 +37,7 @@ class MixedSource(RolloutSource):
     ) -> None:
         super().__init__(kit, config)
         self._seed, self._fraction, self._others = kit.config.seed, policy_fraction, list(others)
+        self.answers = Answers(kit)
         if not others and policy_fraction < 1:
             require_answers(kit.train_data.prompts)
 
@@ -46,11 +50,14 @@ class MixedSource(RolloutSource):
             if model:
                 answers = self._rollouts.sample(asked, self._rollouts.sampling, poll, model)
             else:
-                answers = answered(asked, self._kit)
+                answers = self.answers(asked)
             for rollout in answers:
                 rollout.said.version = version
                 found[rollout.request.id] = rollout
         return [found[request.id] for request in requests if request.id in found]
+
+    def _rows(self, rollouts: Sequence[Rollout]) -> tuple[BatchRef, dict[str, Column]]:
+        return rows_with_chats(rollouts)
 
     def _judged(self, groups: Sequence[Group]) -> dict[str, Metric]:
         """Of the policy's own answers: what the data set's are worth, or another model's, says nothing about it."""
@@ -76,11 +83,15 @@ class MixedSource(RolloutSource):
         return derive_seed(self._seed, "mixture", purpose, group) / 2**63
 
 
-def answered(requests: Sequence[Request], kit: Kit) -> list[Rollout]:
-    """Prompts with the answers of their column `answer`, as training on the two would have them. Raises `DataError`
-    when one cannot be rendered."""
-    encoder = Encoder(kit.tokenizer, kit.config.data, kit.config.policy.max_total_sequence_length)
-    return [_answered(request, encoder) for request in requests]
+class Answers:
+    """Prompts with the answers of their column `answer`, as training on the two would have them."""
+
+    def __init__(self, kit: Kit) -> None:
+        self._encoder = Encoder(kit.tokenizer, kit.config.data, kit.config.policy.max_total_sequence_length)
+
+    def __call__(self, requests: Sequence[Request]) -> list[Rollout]:
+        """Raises `DataError` when an answer cannot be rendered."""
+        return [_answered(request, self._encoder) for request in requests]
 
 
 def _answered(request: Request, encoder: Encoder) -> Rollout:
@@ -98,6 +109,12 @@ def _answered(request: Request, encoder: Encoder) -> Rollout:
     said = Said(ids[first:], own[first:], [0.0] * (len(ids) - first), [{"role": "assistant", "content": text}])
     said.finish_reason = "length" if found[-1].length > len(ids) else "stop"
     return Rollout(replace(request, prompt_ids=ids[:first]), said)
+
+
+def rows_with_chats(rollouts: Sequence[Rollout]) -> tuple[BatchRef, dict[str, Column]]:
+    """As `rows_of`, with the column `chat`, which a teacher with another tokenizer reads: `chat_text` of each."""
+    ref, columns = rows_of(rollouts)
+    return ref, columns | {"chat": [chat_text(each.request.prompt, each.said.messages) for each in rollouts]}
 
 
 def require_answers(prompts: Sequence[Prompt]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from surefoot.advantages import deviation
-from surefoot.data.rows import chat_text
 from surefoot.data.source import CursorSource
 from surefoot.errors import RolloutError, StaleWeights
 from surefoot.rollout.config import RolloutAlgorithmConfig, RolloutRunConfig
@@ -63,9 +62,9 @@ class RolloutSource(CursorSource):
 
     Each row gets `input_ids`, `loss_mask` and `generator_logprobs` (ragged, over prompt and completion); `reward`,
     `reward/<name>` (NaN where it abstained, and without any reward) and `truncated`, float32 [rows]; `row_index`, int64
-    [rows]; and the texts `prompt`, `source`, `completion`, `finish_reason` and `chat`. Groups are called
-    "e<epoch>_d<draw>" by their place in the data's order, so that everything sampled follows from the seed, that place
-    and the weights: the cursor is all state.
+    [rows]; and the texts `prompt`, `source`, `completion` and `finish_reason`. Groups are called "e<epoch>_d<draw>" by
+    their place in the data's order, so that everything sampled follows from the seed, that place and the weights: the
+    cursor is all state.
 
     With dynamic sampling, groups whose rewards are all equal are left out and more are drawn. Groups beyond those
     needed are given back to the cursor, and drawn again in the next step.
@@ -193,7 +192,7 @@ class RolloutSource(CursorSource):
     # ----------------------------------------------------------------------------------------------- what is told of it
 
     def _put(self, groups: Sequence[Group]) -> BatchRef:
-        ref, columns = rows_of([rollout for group in groups for rollout in group.rollouts])
+        ref, columns = self._rows([rollout for group in groups for rollout in group.rollouts])
         values = [own for group in groups for own in group.values]
         columns |= {
             "reward": torch.tensor([reward for group in groups for reward in group.rewards]),
@@ -201,6 +200,9 @@ class RolloutSource(CursorSource):
             "row_index": torch.tensor([group.row_index for group in groups for _ in group.rollouts]),
         }
         return self._kit.plane.put(ref, columns)
+
+    def _rows(self, rollouts: Sequence[Rollout]) -> tuple[BatchRef, dict[str, Column]]:
+        return rows_of(rollouts)
 
     def _record(self, ref: BatchRef) -> None:
         """The rows as they are at the end of their step, with the advantages that they were trained with."""
@@ -280,7 +282,6 @@ def rows_of(rollouts: Sequence[Rollout]) -> tuple[BatchRef, dict[str, Column]]:
         "prompt": [rollout.request.prompt.shown for rollout in rollouts],
         "source": [rollout.request.prompt.source for rollout in rollouts],
         "completion": [each.text for each in said],
-        "chat": [chat_text(rollout.request.prompt, rollout.said.messages) for rollout in rollouts],
         "finish_reason": [str(each.finish_reason) for each in said],
     }
     ref = BatchRef(
