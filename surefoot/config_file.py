@@ -276,9 +276,7 @@ def _describe(fault: Any, model: type[BaseModel]) -> str:
     found = fault["input"]
     if fault["type"] == "model_type":
         message = "expected a section, a mapping of keys to values"
-    if (
-        isinstance(found, BaseModel | Mapping) and fault["type"] == "value_error"
-    ):  # a section's own check; it names keys
+    if isinstance(found, BaseModel | Mapping) and fault["type"] == "value_error":  # a section's own check
         own = message.partition(":")[0] in _fields_at(model, location)
         return f"{path}{'.' if own else ': '}{message}" if path else message
     return f"{path}: {message[0].lower()}{message[1:]}, found {found!r} ({_kind(found)})"

@@ -299,10 +299,7 @@ def _takes_all(named: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind in (
-        parameter.POSITIONAL_OR_KEYWORD,
-        parameter.KEYWORD_ONLY,
-    )
+    return _has_no_default(parameter) and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def named(row: Row) -> str:
