@@ -102,19 +102,8 @@ generation: { max_new_tokens: 4 }  # three digits and the end of the turn
 rewards:
   - { name: exact_match }  # 1 for the very digits, else 0
 """
-on_prompts = partial(
-    Recipe,
-    period=25,
-    rows=64,
-    decay="linear",
-    warmup=20,
-    train="train",
-    val_rows=200,
-    one_line=PROMPT,
-    metric="reward",
-    higher_is_better=True,
-    begins_with=SFT.recipe,
-)
+_rewarded = partial(Recipe, rows=64, val_rows=200, one_line=PROMPT, metric="reward", higher_is_better=True)
+on_prompts = partial(_rewarded, period=25, decay="linear", warmup=20, train="train", begins_with=SFT.recipe)
 _GRPO = """\
 grpo:
   num_prompts_per_step: 32
@@ -206,16 +195,7 @@ PPO = Stage(
     measure.answers,
     {SAMPLED: Limit(0.7, gain=0.4), GREEDY: Limit(0.9)},
 )
-into_a_student = partial(
-    Recipe,
-    rows=64,
-    lr="5e-3",
-    val_rows=200,
-    one_line=PROMPT,
-    metric="reward",
-    higher_is_better=True,
-    model_init=task.model_init(hidden_size=64),
-)
+into_a_student = partial(_rewarded, lr="5e-3", model_init=task.model_init(hidden_size=64))
 _TEACHER = f'teachers: [{{ model: "{weights(Path("$root/killed"), GRPO.recipe.num_steps)}" }}]'
 _DISTILLATION = f"""\
 distillation:

@@ -20,7 +20,10 @@ from surefoot.report.text import number, sparkline
 
 _BARS = 28
 _COLOURS = ("green", "magenta")
-_PHASE_COLOURS = ("cyan", "yellow", "magenta", "blue", "green", "red", "bright_black", "bright_blue")
+_PHASE_COLOURS = {
+    **{"rollout": "cyan", "reward": "yellow", "log-probs": "magenta", "teacher": "bright_blue"},
+    **{"train": "blue", "sync": "green", "save": "red", "other": "bright_black"},
+}
 _VALIDATION = {
     "loss": "validation",
     "reward": "held out",
@@ -115,7 +118,8 @@ def _measured(run: WatchedRun) -> str:
 def _where_the_time_goes(run: WatchedRun) -> tuple[Text, Text]:
     """One bar of all phases, and a legend of those that show in it."""
     bar, legend = Text(overflow="crop"), Text()
-    for (name, share), colour in zip(run.shares().items(), _PHASE_COLOURS, strict=False):
+    for name, share in run.shares().items():
+        colour = _PHASE_COLOURS[name]
         if cells := round(share * _BARS):
             bar.append("█" * cells, colour)
             legend.append(f"{name} {share:.0%}  ", colour)
